@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 import lipbound as lb
 from lipbound.errors import CheckpointError, Notice
-from lipbound.models.loading import load_checkpoint
 from lipbound.runs.sweep import planned_runs
 
 IDS = torch.tensor([[5, 9, 3, 17, 40, 8, 22]])
@@ -92,7 +91,7 @@ def beside(folder: Path) -> Path:
 def test_merged_weights_are_the_formula(form: str, tmp_path: Path) -> None:
     expected = save(tmp_path, *FORMS[form])
     drawn = torch.get_rng_state()
-    checkpoint = load_checkpoint(tmp_path, adapter=tmp_path / "adapter", dtype="float64")
+    checkpoint = lb.load_checkpoint(tmp_path, adapter=tmp_path / "adapter", dtype="float64")
     assert torch.equal(torch.get_rng_state(), drawn)
     plain = dict(build(FORMS[form][0]).double().base_model.named_parameters())
     found = {name: part.detach() for name, part in checkpoint.model.named_parameters()}
@@ -156,8 +155,8 @@ def test_what_peft_trained_is_what_is_measured(kind: str, tmp_path: Path) -> Non
     theirs = trained(make, tmp_path, **config).to(getattr(torch, dtype))
     theirs.set_attn_implementation("eager")
     inner = theirs.get_base_model().base_model
-    plain = load_checkpoint(tmp_path, dtype=dtype).model
-    mine = load_checkpoint(tmp_path, adapter=tmp_path / "adapter", dtype=dtype).model
+    plain = lb.load_checkpoint(tmp_path, dtype=dtype).model
+    mine = lb.load_checkpoint(tmp_path, adapter=tmp_path / "adapter", dtype=dtype).model
     assert type(mine) is type(plain)
     assert mine.state_dict().keys() == plain.state_dict().keys()
     pixels = torch.linspace(-1, 1, 3 * 16 * 16, dtype=torch.float64).view(1, 3, 16, 16)
@@ -176,9 +175,9 @@ def test_an_adapter_beside_the_weights_is_refused_unless_it_is_asked_for(
     folder = str(beside(tmp_path))
     words = rf"holds an adapter beside .*adapter='{folder}' merges it, adapter='none' leaves it out"
     with pytest.raises(CheckpointError, match=words):
-        load_checkpoint(folder, weights=weights)
-    without = load_checkpoint(folder, adapter=False, weights=weights)
-    merged = load_checkpoint(folder, adapter=folder)
+        lb.load_checkpoint(folder, weights=weights)
+    without = lb.load_checkpoint(folder, adapter=False, weights=weights)
+    merged = lb.load_checkpoint(folder, adapter=folder)
     assert without.revision == merged.revision.partition("+")[0]
     model = build(llama_head)
     model.set_attn_implementation("eager")
@@ -249,7 +248,7 @@ def test_other_adapters_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("size mismatch", {}, short),
     ):
         write(adapter, config | changes, held)
-        refused(lambda: load_checkpoint(folder, adapter=adapter), words, error=CheckpointError)
+        refused(lambda: lb.load_checkpoint(folder, adapter=adapter), words, error=CheckpointError)
     write(adapter, config, tensors)
     for given, options, words in (
         (adapter, {"weights": "layers"}, "merged in memory; use weights='whole', not 'layers'"),
@@ -257,18 +256,18 @@ def test_other_adapters_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (folder, {}, "without adapter_config.json"),
         ("./nowhere", {}, "there is no directory"),
     ):
-        refused(lambda g=given, o=options: load_checkpoint(folder, adapter=g, **o), words)
+        refused(lambda g=given, o=options: lb.load_checkpoint(folder, adapter=g, **o), words)
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "peft", None)
         words = "is merged by peft; pip install 'lipbound[adapters]'"
-        refused(lambda: load_checkpoint(folder, adapter=adapter), words)
+        refused(lambda: lb.load_checkpoint(folder, adapter=adapter), words)
     file = adapter / "adapter_model.safetensors"
     file.write_text("version https://git-lfs")
     words = "adapter_model.safetensors is cut off, damaged or no safetensors file"
-    refused(lambda: load_checkpoint(folder, adapter=adapter), words)
+    refused(lambda: lb.load_checkpoint(folder, adapter=adapter), words)
     file.rename(adapter / "adapter_model.bin")
     words = "has no adapter_model.safetensors, and pickles are not read"
-    refused(lambda: load_checkpoint(folder, adapter=adapter), words)
+    refused(lambda: lb.load_checkpoint(folder, adapter=adapter), words)
 
 
 def test_an_adapter_alone_brings_its_model(tmp_path: Path) -> None:
@@ -280,21 +279,21 @@ def test_an_adapter_alone_brings_its_model(tmp_path: Path) -> None:
     (adapter / "config.json").write_bytes((folder / "config.json").read_bytes())
     said = f"names no model; give one, with adapter='{adapter}'"
     with pytest.raises(CheckpointError, match=said):
-        load_checkpoint(adapter)
+        lb.load_checkpoint(adapter)
     places = {"base_model_name_or_path": str(folder), "revision": "main"}
     write(adapter, PLAIN | places | {"target_modules": list(FORMS["llama"][2])}, tensors)
-    both, one = load_checkpoint(folder, adapter=adapter), load_checkpoint(adapter)
+    both, one = lb.load_checkpoint(folder, adapter=adapter), lb.load_checkpoint(adapter)
     assert (one.name, one.revision, one.source) == (both.name, both.revision, both.source)
     with torch.no_grad():
         assert torch.equal(one.model(IDS)[0], both.model(IDS)[0])
     run = lb.compare(adapter, {"input_ids": IDS}, bounds=["lipbound"], progress=False)
     assert lb.verify(run, data={"input_ids": IDS}, places=2).ok
     with pytest.raises(CheckpointError, match=f"is itself an adapter, of {folder}; give"):
-        load_checkpoint(adapter, adapter="none")
+        lb.load_checkpoint(adapter, adapter="none")
     other = folder / "other"
     write(other, {"base_model_name_or_path": str(adapter)}, tensors)
     with pytest.raises(CheckpointError, match="adapter is itself an adapter"):
-        load_checkpoint(other)
+        lb.load_checkpoint(other)
 
 
 def test_an_adapter_of_another_model_is_told_and_none_merged_in_memory(tmp_path: Path) -> None:
@@ -303,10 +302,10 @@ def test_an_adapter_of_another_model_is_told_and_none_merged_in_memory(tmp_path:
     config |= {"base_model_name_or_path": "owner/base"}
     (adapter / "adapter_config.json").write_text(json.dumps(config))
     with pytest.warns(Notice, match="of owner/base, is merged into"):
-        checkpoint = load_checkpoint(tmp_path, adapter=adapter)
+        checkpoint = lb.load_checkpoint(tmp_path, adapter=adapter)
     assert len(checkpoint.notes) == 1
     with pytest.raises(CheckpointError, match=r"adapter .* was given for a model in memory; merge"):
-        load_checkpoint(build(llama_head), adapter=adapter)
+        lb.load_checkpoint(build(llama_head), adapter=adapter)
 
 
 def test_a_model_of_peft_in_memory_is_measured_as_it_is(tmp_path: Path) -> None:
@@ -316,7 +315,7 @@ def test_a_model_of_peft_in_memory_is_measured_as_it_is(tmp_path: Path) -> None:
     with theirs.disable_adapter():
         off = lb.capture(theirs, {"input_ids": IDS})
     for found, adapter in ((on, tmp_path / "adapter"), (off, None)):
-        model = load_checkpoint(tmp_path, adapter=adapter).model
+        model = lb.load_checkpoint(tmp_path, adapter=adapter).model
         for mine, expected in zip(found, lb.capture(model, {"input_ids": IDS}), strict=True):
             norms = (lb.spectral_norm(one, method="dense").lower for one in (mine, expected))
             torch.testing.assert_close(*norms, rtol=1e-4, atol=1e-6)

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 import lipbound as lb
 from lipbound.attention.layer import Attention
-from lipbound.attention.module_attention import ModuleAttention
 from lipbound.models.capture.capture import Capturer
 
 check = partial(checked, rtol=1e-6)
@@ -340,7 +339,7 @@ def test_modules_that_keep_their_precision_to_eight_digits(case: str) -> None:
     model, closed = build(make).double(), isinstance(what, set)
     for layer in Capturer(model).run(wide(inputs)):
         att = layer.attention
-        assert type(att) is (Attention if closed else ModuleAttention)
+        assert type(att) is (Attention if closed else lb.ModuleAttention)
         assert att.variants == what if isinstance(what, set) else what in att.reason
         expected = dense_norms(model, "", wide(inputs), "out", att.perturbed, 4)
         # less rounding, in closed form
@@ -410,7 +409,7 @@ def test_tokens_that_stand_before_samples() -> None:
     mask = torch.ones(2, 9).index_fill(1, torch.arange(3), 0.0)
     batch = {"input_ids": IDS_9, "attention_mask": mask}
     (att,) = lb.capture(model, batch)
-    assert isinstance(att, ModuleAttention)
+    assert isinstance(att, lb.ModuleAttention)
     assert "adds other products of its tokens" in att.reason
     own, given = model.layer[0].rel_attn, given_to(model, "layer.0.rel_attn", batch)
     core, seen = own.rel_attn_core, list[Tensor]()
@@ -429,7 +428,7 @@ def test_queries_that_are_keys_as_well_have_no_closed_form() -> None:
     model = build(anchors).double()
     found = lb.capture(model, {"encoder_hidden_states": Y.double(), "x": X.double()})
     assert [layer.perturbed for layer in found] == ["queries", "memory"]
-    assert isinstance(found[0], ModuleAttention)
+    assert isinstance(found[0], lb.ModuleAttention)
     heads = before(model.out, lambda x: model(Y.double()[:1], x))
     check(found[0], norms(heads, X.double()[:1]))
 
@@ -466,7 +465,7 @@ def test_a_closed_form_is_what_its_module_computes(case: str) -> None:
     model = build(make).double()
     both = (lb.capture(model, wide(inputs), closed=closed) for closed in (True, False))
     for a, b in zip(*both, strict=True):
-        assert (type(a), type(b)) == (Attention, ModuleAttention)
+        assert (type(a), type(b)) == (Attention, lb.ModuleAttention)
         check(a, lb.spectral_norm(b, tol=1e-9).lower, sample=slice(None), rtol=1e-7)
 
 
@@ -514,7 +513,7 @@ def test_tokens_of_any_layout_have_a_closed_form(shape: tuple[int, ...]) -> None
     x = torch.randn(shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     ((some,), (others,)) = (lb.capture(module, {"x": x}, closed=c) for c in (True, False))
     assert (type(some), some.tokens) == (Attention, 6)
-    assert isinstance(others, ModuleAttention)
+    assert isinstance(others, lb.ModuleAttention)
     check(some, lb.spectral_norm(others, tol=1e-9).lower, sample=slice(None))
     check(some, norms(before(module.out, module), x[:1] if len(shape) > 2 else x), rtol=1e-8)
 

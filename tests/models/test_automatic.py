@@ -19,8 +19,6 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 import lipbound as lb
-from lipbound.attention.layer import Attention
-from lipbound.attention.module_attention import ModuleAttention
 from lipbound.jacobians import automatic
 from lipbound.models.capture.capture import Capturer, LayerCapture
 
@@ -54,7 +52,7 @@ def of_layer(layer: "Layer", x: Tensor = X, made: Made | None = None) -> Tensor:
 
 def check(att: Any, expected: Tensor, **options: Any) -> None:
     """Compare norms of the first sample; closed forms allow for rounding."""
-    checked(att, expected, rtol=1e-6 if isinstance(att, ModuleAttention) else 1e-4, **options)
+    checked(att, expected, rtol=1e-6 if isinstance(att, lb.ModuleAttention) else 1e-4, **options)
 
 
 class Sine(torch.autograd.Function):
@@ -116,7 +114,7 @@ def test_derivatives_that_are_lost_or_missing_are_had_in_another_way(case: str) 
     made, plain = DERIVATIVES[case]
     layer = build(partial(Layer, made)).double()
     (att,) = lb.capture(layer, {"x": X})
-    assert isinstance(att, ModuleAttention)
+    assert isinstance(att, lb.ModuleAttention)
     check(att, of_layer(layer, made=plain))
     whole = norms(lambda x: layer.out(layer.before(x, plain))[..., None, :], X)
     check(att, whole, map="layer")
@@ -192,7 +190,7 @@ def test_heads_are_those_that_attention_returns(act: str, interleaved: bool) -> 
     for closed in (True, False):
         (att,) = lb.capture(layer, {"x": X}, closed=closed)
         check(att, norms(heads, X))
-        if isinstance(att, ModuleAttention):
+        if isinstance(att, lb.ModuleAttention):
             check(att, norms(projected, X), map="head_out")
             assert ("part of them" in repr(att)) == (act != "nothing")
         else:
@@ -234,7 +232,7 @@ def test_what_is_detached_moves(how: str) -> None:
     expected = of_layer(layer, made=partial(made, lambda t: t))
     for closed in (True, False):
         (att,) = lb.capture(layer, {"x": X}, closed=closed)
-        assert isinstance(att, Attention) == closed
+        assert isinstance(att, lb.Attention) == closed
         check(att, expected)
     assert ("detaches moves as well" in repr(att)) == (how != "no_grad")
 
@@ -267,7 +265,7 @@ def test_flex_attention(case: str) -> None:
 
     layer = build(partial(Layer, partial(made, partial(flex.flex_attention, **options)))).double()
     (att,) = lb.capture(layer, {"x": X})
-    assert isinstance(att, Attention)
+    assert isinstance(att, lb.Attention)
     check(att, of_layer(layer, made=partial(made, partial(sdpa, attn_mask=mask))))
 
 

@@ -17,7 +17,6 @@ from transformers.models.llama import modeling_llama
 
 import lipbound as lb
 from lipbound.errors import CaptureError
-from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.models.capture.capture import Capturer, LayerCapture, capture
 from lipbound.models.capture.seeing import interface
 
@@ -125,7 +124,7 @@ def test_positions_that_differ_between_samples_are_refused() -> None:
     model = build(MODERN["Qwen 3"])
     positions = torch.arange(9).expand(2, -1).clone()
     layers = capture(model, {**inputs_for(model), "position_ids": positions + 5})
-    plain = spectral_norm(capture(model, inputs_for(model))[0], tol=1e-6).lower
+    plain = lb.spectral_norm(capture(model, inputs_for(model))[0], tol=1e-6).lower
     check(layers[0], plain, sample=slice(None), tol=1e-6, rtol=1e-4)
     positions[1] += torch.arange(9)
     with pytest.raises(CaptureError, match="is given samples with different positions"):
@@ -256,7 +255,7 @@ def test_padding_is_left_out(family: str) -> None:
     for padded, alone in zip(capture(model, batch), short, strict=True):
         assert padded.lengths.tolist() == [9, 6]
         torch.testing.assert_close(padded.out[1:, :, :6], alone.out, rtol=1e-4, atol=1e-5)
-        its = spectral_norm(alone, tol=1e-6).lower[0]
+        its = lb.spectral_norm(alone, tol=1e-6).lower[0]
         check(padded, its, sample=1, tol=1e-6, rtol=1e-4)
 
 

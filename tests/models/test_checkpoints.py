@@ -15,9 +15,8 @@ from support.gguf_files import save_gguf
 from support.hub import COMMIT, OLD, Asking, serve
 from support.models import AFFINE, TEXT, build, save_bert, save_tokenizer
 
-from lipbound.errors import CheckpointError
+import lipbound as lb
 from lipbound.models import loading, weight_files
-from lipbound.models.capture.capture import capture
 from lipbound.models.catalogue import BUILTINS, MINILM_SHA256, describe
 from lipbound.models.loading import load_checkpoint
 
@@ -59,7 +58,7 @@ def test_builtins() -> None:
 def test_fine_tuned_vits_have_no_biases_in_attention(name: str) -> None:
     checkpoint = load_checkpoint(f"builtin:{name}")
     assert checkpoint.model.config.qkv_bias is False
-    layers = capture(checkpoint.model, {"pixel_values": torch.zeros(1, 3, 32, 32)})
+    layers = lb.capture(checkpoint.model, {"pixel_values": torch.zeros(1, 3, 32, 32)})
     assert len(layers) == 6
     assert all(att.b_q is None or float(att.b_q.abs().max()) == 0 for att in layers)
 
@@ -79,16 +78,16 @@ def test_packaged_builtins_with_other_weights_or_without_package(
     digest = weight_files.sha256([packaged.place(name) / packaged.weights])
     packaged.check(digest)
     other = replace(packaged, sha256="0" * 64)
-    refused(lambda: other.check(digest), f"sha256:{sha256}", error=CheckpointError)
+    refused(lambda: other.check(digest), f"sha256:{sha256}", error=lb.errors.CheckpointError)
     if name == "minilm":
         monkeypatch.setitem(BUILTINS, name, other)
-        refused(lambda: load_checkpoint(f"builtin:{name}"), sha256, error=CheckpointError)
+        refused(lambda: load_checkpoint(f"builtin:{name}"), sha256, error=lb.errors.CheckpointError)
 
     def missing(name: str) -> None:
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "files", missing)
-    refused(lambda: load_checkpoint(f"builtin:{name}"), remedy, error=CheckpointError)
+    refused(lambda: load_checkpoint(f"builtin:{name}"), remedy, error=lb.errors.CheckpointError)
     assert remedy in describe(name).missing
 
 
@@ -98,7 +97,7 @@ def test_loaded_model() -> None:
     assert checkpoint.name == "BertModel"
     assert checkpoint.model is model
     assert checkpoint.revision != load_checkpoint(build(AFFINE["bert"], seed=1)).revision
-    with pytest.raises(CheckpointError, match="give data as"):
+    with pytest.raises(lb.errors.CheckpointError, match="give data as"):
         checkpoint.tokenizer()
 
 
@@ -108,7 +107,7 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
     config["auto_map"] = {"AutoConfig": "trap.Config", "AutoModel": "trap.Model"}
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "mystery"}))
     (tmp_path / "trap.py").write_text(f"open({str(tmp_path / 'sprung')!r}, 'w')")
-    with pytest.raises(CheckpointError, match="could not be loaded"):
+    with pytest.raises(lb.errors.CheckpointError, match="could not be loaded"):
         load_checkpoint(tmp_path)
     assert not (tmp_path / "sprung").exists()
 
@@ -180,5 +179,5 @@ def test_hub(tmp_path: Path) -> None:
 def test_without_docstrings_it_is_python_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under -OO transformers fails on each of its models, whole as the checkpoint may be."""
     monkeypatch.setattr(loading, "sys", SimpleNamespace(flags=SimpleNamespace(optimize=2)))
-    with pytest.raises(CheckpointError, match=r"its docstrings; run python without -OO$"):
+    with pytest.raises(lb.errors.CheckpointError, match=r"its docstrings; run python without -OO$"):
         load_checkpoint("builtin:gpt2")

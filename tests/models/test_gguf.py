@@ -23,8 +23,6 @@ from lipbound.errors import CheckpointError
 from lipbound.models import offload, weight_files
 from lipbound.models.capture.capture import Capturer
 from lipbound.models.catalogue import describe
-from lipbound.models.inputs import prepare
-from lipbound.models.loading import load_checkpoint
 
 SMALL = {"data": "the ferry", "max_length": 6, "progress": False}
 
@@ -42,7 +40,7 @@ def test_weights_are_those_that_the_file_stands_for(kind: Kind, tmp_path: Path) 
     """And transformers, which reads it, is left as it was."""
     expected = save_gguf(tmp_path / "model.gguf", kind=kind)
     before = gguf.GGUFReader, gguf.get_tensor_name_map, reader.tqdm
-    checkpoint = load_checkpoint(tmp_path / "model.gguf")
+    checkpoint = lb.load_checkpoint(tmp_path / "model.gguf")
     assert (gguf.GGUFReader, gguf.get_tensor_name_map, reader.tqdm) == before
     found = checkpoint.model.state_dict()
     assert found.keys() == expected.keys()
@@ -55,7 +53,7 @@ def test_weights_are_those_that_the_file_stands_for(kind: Kind, tmp_path: Path) 
 @newer_transformers("weights are not left on disk")
 def test_weights_may_stay_in_the_file(tmp_path: Path) -> None:
     expected = save_gguf(tmp_path / "model.gguf")
-    checkpoint = load_checkpoint(tmp_path / "model.gguf", weights="layers")
+    checkpoint = lb.load_checkpoint(tmp_path / "model.gguf", weights="layers")
     assert offload.is_offloaded(checkpoint.model)
     with offload.resident(checkpoint.model):
         found = checkpoint.model.state_dict()
@@ -74,13 +72,13 @@ def test_weights_that_are_not_found_one_by_one_ask_for_the_whole(
     )
     whole = "could not be loaded: its weights are stored in another form .* use weights='whole'"
     with pytest.raises(CheckpointError, match=whole):
-        load_checkpoint(folder, weights="layers")
+        lb.load_checkpoint(folder, weights="layers")
 
 
 def test_a_run_on_a_file_is_that_on_its_weights(folder: Path, tmp_path: Path) -> None:
     model = llama()
     model.load_state_dict(save_gguf(tmp_path / "again.gguf"))
-    ids = load_checkpoint(folder).tokenizer()("the ferry", return_tensors="pt").input_ids
+    ids = lb.load_checkpoint(folder).tokenizer()("the ferry", return_tensors="pt").input_ids
     plain, packed = (
         lb.compare(one, {"input_ids": ids}, bounds=["lipbound"], progress=False)
         for one in (model, folder / "model.gguf")
@@ -94,7 +92,7 @@ def test_a_run_on_a_file_is_that_on_its_weights(folder: Path, tmp_path: Path) ->
 
 @newer_transformers("tokenizers of GGUF files begin with another token")
 def test_the_tokenizer_is_the_files(folder: Path) -> None:
-    tokenizer = load_checkpoint(folder).tokenizer()
+    tokenizer = lb.load_checkpoint(folder).tokenizer()
     space = LETTERS.index("Ġ") + 2
     the, ferr, y = map(WORDS.index, ("the", "ferr", "y"))
     assert tokenizer("the ferry").input_ids == [the, space, ferr, y]
@@ -122,11 +120,11 @@ def test_files_are_chosen_by_name_where_there_are_several(folder: Path, tmp_path
         (tmp_path, "c.gguf", "has no GGUF file c.gguf; name one with gguf_file=: 'a.gguf', 'b"),
         (tmp_path / "a.gguf", "b.gguf", "gguf_file is 'b.gguf'; give one GGUF file"),
     ):
-        refused(lambda m=model, w=wanted: load_checkpoint(m, gguf_file=w), words)
-    assert load_checkpoint(tmp_path, gguf_file="b.gguf").gguf_file == "b.gguf"
+        refused(lambda m=model, w=wanted: lb.load_checkpoint(m, gguf_file=w), words)
+    assert lb.load_checkpoint(tmp_path, gguf_file="b.gguf").gguf_file == "b.gguf"
     save_bert(tmp_path)
-    assert load_checkpoint(tmp_path).quantization is None
-    assert load_checkpoint(tmp_path, gguf_file="a.gguf").quantization is not None
+    assert lb.load_checkpoint(tmp_path).quantization is None
+    assert lb.load_checkpoint(tmp_path, gguf_file="a.gguf").quantization is not None
 
 
 def test_what_cannot_be_read_is_refused_in_a_sentence(
@@ -146,16 +144,16 @@ def test_what_cannot_be_read_is_refused_in_a_sentence(
         ("builtin:gpt2", {"gguf_file": "a.gguf"}, "was given for the builtin checkpoint"),
         (llama(), {"gguf_file": "a.gguf"}, "was given for a model in memory"),
     ):
-        refused(lambda m=model, o=options: load_checkpoint(m, **o), words, error=CheckpointError)
+        refused(lambda m=model, o=options: lb.load_checkpoint(m, **o), words, error=CheckpointError)
     save_gguf(file, tokenizer=False)
-    refused(lambda: load_checkpoint(file).tokenizer(), "has no usable tokenizer")
+    refused(lambda: lb.load_checkpoint(file).tokenizer(), "has no usable tokenizer")
     with monkeypatch.context() as small:
         small.setattr(devices, "available", lambda device: 0.0)
-        whole = lambda: load_checkpoint(folder, weights="whole")  # noqa: E731
+        whole = lambda: lb.load_checkpoint(folder, weights="whole")  # noqa: E731
         refused(whole, "the weights of ", " take memory in float32", "use weights='layers'")
     monkeypatch.setattr(weight_files, "find_spec", lambda name: None)
     words = "the package gguf and accelerate; pip install 'lipbound[gguf]'"
-    refused(lambda: load_checkpoint(folder), words)
+    refused(lambda: lb.load_checkpoint(folder), words)
 
 
 HEAD = b"GGUF" + struct.pack("<I", 3)
@@ -226,7 +224,7 @@ def test_a_broken_file_is_refused_at_once_in_a_sentence(
     change, sentence = BROKEN[case]
     (tmp_path / "model.gguf").write_bytes(change((folder / "model.gguf").read_bytes()))
     with pytest.raises(CheckpointError, match=sentence):
-        load_checkpoint(tmp_path / "model.gguf")
+        lb.load_checkpoint(tmp_path / "model.gguf")
 
 
 def test_files_without_a_type(tmp_path: Path) -> None:
@@ -239,7 +237,7 @@ def test_files_without_a_type(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_smollm2_capture_is_the_models_own_attention() -> None:
-    checkpoint = load_checkpoint("builtin:smollm2")
+    checkpoint = lb.load_checkpoint("builtin:smollm2")
     said = describe("smollm2")
     config = checkpoint.model.config
     assert (said.architecture, said.layers, said.heads, said.width) == (
@@ -251,7 +249,7 @@ def test_smollm2_capture_is_the_models_own_attention() -> None:
     assert checkpoint.quantization == "GGUF Q4_1 (210 tensors Q4_1, 61 F32, 1 Q8_0)"
     words = ["Down", "Ġthe", "ĠRabbit", "-", "H", "ole", ",", "Ġ", "1", "2"]
     assert checkpoint.tokenizer().tokenize("Down the Rabbit-Hole, 12") == words
-    batch = prepare(checkpoint, samples=1, max_length=32).batch
+    batch = lb.prepare(checkpoint, samples=1, max_length=32).batch
     outputs: dict[int, torch.Tensor] = {}
     for i in (0, 15):
         projection = checkpoint.model.layers[i].self_attn.o_proj

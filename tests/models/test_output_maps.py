@@ -12,8 +12,6 @@ from support.modules import norms, sdpa, split
 from torch import Tensor, nn
 
 import lipbound as lb
-from lipbound.attention.layer import Attention
-from lipbound.attention.module_attention import ModuleAttention
 from lipbound.models.capture.capture import Capturer
 
 X = torch.randn(2, 5, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -132,7 +130,7 @@ def measured(layer: Any, name: str) -> Tensor:
 def test_what_stands_between_is_counted_once(case: str, by_hand: bool, closed: bool) -> None:
     module = made(case, by_hand)
     (layer,) = lb.capture(module, {"x": X}, closed=closed)
-    assert type(layer) is (Attention if closed else ModuleAttention)
+    assert type(layer) is (lb.Attention if closed else lb.ModuleAttention)
     check(layer, "layer", dense(module))
     single = []
     for module.only in range(3):
@@ -167,7 +165,7 @@ def test_a_map_that_is_not_affine_is_automatic_and_told(
     (reference,) = lb.capture(module, {"x": X})
     change(module)
     (layer,) = lb.capture(module, {"x": X}, closed=closed)
-    assert isinstance(layer, ModuleAttention)
+    assert isinstance(layer, lb.ModuleAttention)
     assert not closed or told in layer.reason
     check(layer, "layer", dense(module))
     check(layer, "head", measured(reference, "head"))

@@ -15,8 +15,6 @@ from support.checks import refused
 from torch import Tensor
 
 import lipbound as lb
-from lipbound.errors import InputsError, Notice
-from lipbound.models.inputs import prepare
 from lipbound.models.loading import Checkpoint, load_checkpoint
 from lipbound.models.readers import rgb
 
@@ -35,7 +33,7 @@ def grey(values: np.ndarray) -> Image.Image:
 
 
 def pixels(checkpoint: Checkpoint, data: Any, **options: Any) -> Tensor:
-    return prepare(checkpoint, data, **options).batch["pixel_values"]
+    return lb.prepare(checkpoint, data, **options).batch["pixel_values"]
 
 
 @pytest.mark.parametrize(("dtype", "mode"), [("uint16", "I;16"), ("int32", "I"), ("float32", "F")])
@@ -47,7 +45,7 @@ def test_depths_of_more_than_8_bits_are_refused(
     picture.save(tmp_path / "x.tif")
     for data in (tmp_path / "x.tif", [picture]):
         words = f" is not a readable image: it is of mode {mode}", "bring it to 8 bits"
-        refused(lambda d=data: prepare(checkpoint, d), *words, error=InputsError)
+        refused(lambda d=data: lb.prepare(checkpoint, d), *words, error=lb.errors.InputsError)
 
 
 def with_alpha(alpha: int) -> Image.Image:
@@ -89,14 +87,14 @@ def test_the_camera_was_held_upright(checkpoint: Checkpoint, tmp_path: Path) -> 
 def test_later_frames_are_told(checkpoint: Checkpoint, ending: str, tmp_path: Path) -> None:
     file, frames = tmp_path / f"moving.{ending}", [grey(RAMP), grey(255 - RAMP)]
     frames[0].save(file, save_all=True, append_images=frames[1:])
-    with pytest.warns(Notice, match="1 of 1 images have further frames, which were left out"):
+    with pytest.warns(lb.Notice, match="1 of 1 images have further frames, which were left out"):
         found = pixels(checkpoint, file, samples=1)
     assert torch.allclose(found, pixels(checkpoint, frames[0]), atol=0.02)
 
 
 def test_notes_are_in_the_run(vit: Path) -> None:
     options = {"bounds": ["castin"], "delta": None, "layers": 0, "progress": False}
-    with pytest.warns(Notice, match="laid on white"):
+    with pytest.warns(lb.Notice, match="laid on white"):
         ds = lb.compare(vit, [with_alpha(0)], **options)
     assert any("laid on white" in note for note in ds.attrs["notes"])
     assert ds.attrs["preprocessing"].endswith(
@@ -127,7 +125,7 @@ def test_pictures_wherever_they_are(checkpoint: Checkpoint, tmp_path: Path) -> N
         (["9.png"], "data holds 9.png, which is no such file"),
         ([RANDOM[0].astype(np.float64)], "holds items of type ndarray, but "),
     ):
-        refused(lambda d=data: prepare(checkpoint, d), words, error=InputsError)
+        refused(lambda d=data: lb.prepare(checkpoint, d), words, error=lb.errors.InputsError)
 
 
 def test_rows_that_are_no_images(checkpoint: Checkpoint) -> None:
@@ -135,10 +133,10 @@ def test_rows_that_are_no_images(checkpoint: Checkpoint) -> None:
     grey(RAMP).save(good, "png")
     rows = [{"bytes": good.getvalue(), "path": None}, {"bytes": b"garbage", "path": None}]
     table = datasets.Dataset.from_dict({"image": rows}).cast_column("image", datasets.Image())
-    assert prepare(checkpoint, table, samples=1).samples == 1
+    assert lb.prepare(checkpoint, table, samples=1).samples == 1
     for data in (table, table.to_iterable_dataset()):
         words = "a dataset cannot be read after 1 rows: "
-        refused(lambda d=data: prepare(checkpoint, d), words, error=InputsError)
+        refused(lambda d=data: lb.prepare(checkpoint, d), words, error=lb.errors.InputsError)
 
 
 def test_folders_of_classes(checkpoint: Checkpoint, tmp_path: Path) -> None:
@@ -148,11 +146,11 @@ def test_folders_of_classes(checkpoint: Checkpoint, tmp_path: Path) -> None:
         for k in range(6):
             grey(rng.integers(0, 255, (16, 16))).save(tmp_path / name / f"{k}.png")
     first = pixels(checkpoint, tmp_path, samples=4)
-    whole = prepare(checkpoint, tmp_path, samples="all")
+    whole = lb.prepare(checkpoint, tmp_path, samples="all")
     every = whole.batch["pixel_values"]
     assert (whole.samples, whole.notes) == (18, [])
     assert torch.equal(every[:4], first)
-    drawn = prepare(checkpoint, tmp_path, samples=6, shuffle=3)
+    drawn = lb.prepare(checkpoint, tmp_path, samples=6, shuffle=3)
     assert drawn.description.endswith(", shuffled with seed 3")
     assert not drawn.notes
     mine = drawn.batch["pixel_values"]

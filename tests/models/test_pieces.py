@@ -14,8 +14,6 @@ from support.modules import split as of_heads
 from torch import Tensor, nn
 
 import lipbound as lb
-from lipbound.attention.layer import Attention
-from lipbound.attention.module_attention import ModuleAttention
 from lipbound.models.capture.capture import Capturer
 
 D, HEADS = 12, 3
@@ -187,7 +185,7 @@ def test_pieces_are_one_layer(mix: Callable[..., Tensor], closed: bool) -> None:
     entries = ENTRIES.get(mix, PARTS)
     model = build(lambda: Projections(mix)).double()
     (att,) = lb.capture(model, X, closed=closed)
-    assert isinstance(att, Attention) == (closed and mix in CLOSED)
+    assert isinstance(att, lb.Attention) == (closed and mix in CLOSED)
     assert (att.samples, att.heads, att.tokens, att.d_v) == (2, len(entries), 6, 4)
     expected = dense(model, model.o, X, entries)
     check(att, expected, sample=slice(None), rtol=1e-7)
@@ -261,7 +259,7 @@ def test_lists_of_single_heads_are_a_layer(is_fused: bool, projects: bool) -> No
     for closed in (True, False):
         (layer,) = Capturer(model, closed=closed).run({"x": X})
         att = layer.attention
-        assert (layer.name, isinstance(att, Attention)) == ("att", closed and projects)
+        assert (layer.name, isinstance(att, lb.Attention)) == ("att", closed and projects)
         assert (att.w_o is not None) == projects
         check(att, expected, sample=slice(None), rtol=1e-7)
 
@@ -282,7 +280,7 @@ class Convolved(nn.Module):
 def test_channels_before_tokens() -> None:
     model = build(Convolved).double()
     (att,) = lb.capture(model, PICTURES)
-    assert isinstance(att, ModuleAttention)
+    assert isinstance(att, lb.ModuleAttention)
     assert (att.samples, att.heads, att.tokens, att.d_v) == (2, HEADS, 6, 4)
     expected = dense(model, model.o, PICTURES, PARTS)
     check(att, expected, sample=slice(None), rtol=1e-7)
@@ -351,7 +349,7 @@ def test_modules_among_the_arguments() -> None:
         weights.data.mul_(0.3)
     found = Capturer(model).run({"x": X.float()})
     assert [layer.name for layer in found] == ["layers.0", "layers.1"]
-    assert all(isinstance(layer.attention, Attention) for layer in found)
+    assert all(isinstance(layer.attention, lb.Attention) for layer in found)
     for layer, one in zip(found, lb.capture(model, X.float(), closed=False), strict=True):
         its = lb.spectral_norm(one, tol=1e-7).lower
         check(layer.attention, its, sample=slice(None), tol=1e-7, rtol=1e-5)

@@ -17,12 +17,9 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import lipbound as lb
-from lipbound.attention.layer import Attention
-from lipbound.attention.module_attention import ModuleAttention
 from lipbound.errors import CaptureError, CheckpointError, LipboundError, Notice
 from lipbound.models.capture import capture as capturing
 from lipbound.models.capture import verification
-from lipbound.models.capture.capture import capture
 from lipbound.models.capture.seeing.interface import eager
 from lipbound.regularizers import JaSMin
 
@@ -51,9 +48,9 @@ def test_the_reason_is_the_true_one(kind: str) -> None:
     model = build(make)
     told = re.escape(reason.partition("Attention ")[2] or reason)
     with pytest.warns(Notice, match="by automatic differentiation.*: .*" + told):
-        layers = capture(model, inputs_for(model))
-    assert all(reason in one.reason for one in layers if isinstance(one, ModuleAttention))
-    assert any(isinstance(layer, ModuleAttention) for layer in layers)
+        layers = lb.capture(model, inputs_for(model))
+    assert all(reason in one.reason for one in layers if isinstance(one, lb.ModuleAttention))
+    assert any(isinstance(layer, lb.ModuleAttention) for layer in layers)
 
 
 class Reading(nn.Module):
@@ -70,8 +67,8 @@ class Reading(nn.Module):
 def test_norms_and_positions_of_an_unknown_make() -> None:
     model = build(MODERN["Qwen 3"])
     model.layers[1].self_attn.q_norm = Reading()
-    layers = capture(model, inputs_for(model))
-    assert isinstance(layers[0], Attention)
+    layers = lb.capture(model, inputs_for(model))
+    assert isinstance(layers[0], lb.Attention)
     assert "LayerNorm is of an unknown make: the layer itself reads its weight" in layers[1].reason
     model = build(MODERN["Llama"])
 
@@ -82,7 +79,7 @@ def test_norms_and_positions_of_an_unknown_make() -> None:
             return iter(tuple.__getitem__(self, slice(0, 2)))
 
     model.rotary_emb.register_forward_hook(lambda module, args, found: Pair((*found, 3)))
-    reason = capture(model, inputs_for(model))[0].reason
+    reason = lb.capture(model, inputs_for(model))[0].reason
     assert "positions of an unknown make (Pair)" in reason
 
 
@@ -98,14 +95,14 @@ def test_projections_of_several_tokens() -> None:
     mine = Convolution(24, 24)
     mine.load_state_dict(model.layers[1].self_attn.q_proj.state_dict())
     model.layers[1].self_attn.q_proj = mine
-    reason = capture(model, inputs_for(model))[1].reason
+    reason = lb.capture(model, inputs_for(model))[1].reason
     assert "queries are not one affine map of the layer's tokens" in reason
 
 
 def test_how_arguments_are_passed_makes_no_difference() -> None:
     """Position embeddings by position, and one tensor for queries, keys and values."""
     model = build(MODERN["Llama"])
-    expected = capture(model, inputs_for(model))
+    expected = lb.capture(model, inputs_for(model))
 
     def by_position(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         args = args or (kwargs.pop("hidden_states"),)
@@ -113,11 +110,11 @@ def test_how_arguments_are_passed_makes_no_difference() -> None:
 
     for layer in model.layers:
         layer.self_attn.register_forward_pre_hook(by_position, with_kwargs=True)
-    for a, b in zip(capture(model, inputs_for(model)), expected, strict=True):
+    for a, b in zip(lb.capture(model, inputs_for(model)), expected, strict=True):
         torch.testing.assert_close(a.out, b.out)
         assert a.variants == {"rotation"}
     ctrl = build(lambda: tf.CTRLModel(tf.CTRLConfig(**GPT2, dff=32)))
-    assert len(capture(ctrl, inputs_for(ctrl))) == 2
+    assert len(lb.capture(ctrl, inputs_for(ctrl))) == 2
 
 
 def test_the_eager_function_is_the_one_that_the_module_names() -> None:
@@ -127,8 +124,8 @@ def test_the_eager_function_is_the_one_that_the_module_names() -> None:
     attention = model.encoder.layers[0].self_attn
     assert eager(attention).__name__ == "simple_eager_attention_forward"
     mask = torch.ones(2, 4, 4, dtype=torch.bool)
-    layers = capture(model, {**PIXELS, "patch_attention_mask": mask})
-    assert isinstance(layers[0], Attention)
+    layers = lb.capture(model, {**PIXELS, "patch_attention_mask": mask})
+    assert isinstance(layers[0], lb.Attention)
     assert [one.perturbed for one in layers[1:]] == ["memory"]  # of a head with a query of its own
 
     class Mine(tf.models.bert.modeling_bert.BertSelfAttention):
@@ -136,7 +133,7 @@ def test_the_eager_function_is_the_one_that_the_module_names() -> None:
 
     bert = build(AFFINE["bert"])
     bert.encoder.layer[0].attention.self.__class__ = Mine
-    assert len(capture(bert, inputs_for(bert))) == 2
+    assert len(lb.capture(bert, inputs_for(bert))) == 2
 
 
 SEEN = ("bert", "gpt2", "vit", "Llama", "gpt-oss", "Llama 4", "T5 encoder")
@@ -147,7 +144,7 @@ SEEN = ("bert", "gpt2", "vit", "Llama", "gpt-oss", "Llama 4", "T5 encoder")
 def test_nothing_is_told_where_all_is_seen(family: str) -> None:
     """Routers of experts have a softmax too."""
     model = build({**AFFINE, **MODERN}[family])
-    capture(model, inputs_for(model))
+    lb.capture(model, inputs_for(model))
 
 
 def state_of(model: nn.Module) -> list[Any]:
@@ -175,7 +172,7 @@ def test_the_model_is_left_as_it_was_after_an_error(
 
         monkeypatch.setattr(capturing if step == "probe" else verification, step, fail)
     with pytest.raises(LipboundError, match=r"broken|cannot compute with these inputs"):
-        capture(model, inputs)
+        lb.capture(model, inputs)
     for one, other in zip(state_of(model), before, strict=True):
         assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
 

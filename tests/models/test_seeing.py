@@ -20,7 +20,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask
 
 import lipbound as lb
-from lipbound.attention.layer import Attention
 from lipbound.models.capture.capture import Capturer
 from lipbound.models.capture.seeing import interface
 
@@ -74,7 +73,7 @@ def test_the_guides_example(monkeypatch: pytest.MonkeyPatch) -> None:
     for gated in (False, True):
         module = build(lambda gated=gated: Flash(gated)).double()
         (layer,) = Capturer(module).run({"x": X.double()})
-        assert isinstance(layer.attention, Attention)
+        assert isinstance(layer.attention, lb.Attention)
         assert layer.attention.variants == ({"gate"} if gated else set())
         check(
             layer.attention,
@@ -154,7 +153,7 @@ def test_they_are_measured_themselves(
     inputs = {name: t[:1] for name, t in inputs_for(model).items()}
     attention, given = model.layers[0].self_attn, given_to(model, "layers.0.self_attn", inputs)
     layer = lb.capture(model, inputs, closed=closed)[0]
-    assert isinstance(layer, Attention) == (closed and function in CLOSED)
+    assert isinstance(layer, lb.Attention) == (closed and function in CLOSED)
     heads = before(attention.o_proj, lambda x: attention(**{**given, "hidden_states": x}))
     check(layer, norms(heads, given["hidden_states"]), rtol=1e-6)
     assert model.config._attn_implementation == NAME

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import lipbound as lb
-from lipbound.errors import CaptureError, Notice
-from lipbound.models.capture.capture import capture
 
 SELF_ATTENTION = {
     "bart": ("decoder.layers.0.self_attn", "out_proj"),
@@ -42,8 +40,8 @@ ATTENDED = "tokens that attention_mask marks as padding are attended to, and are
 def silent(model: tf.PreTrainedModel, inputs: dict[str, Tensor]) -> list[lb.Attention]:
     """A capture of which there is nothing to tell."""
     with warnings.catch_warnings():
-        warnings.simplefilter("error", Notice)
-        return capture(model, inputs)
+        warnings.simplefilter("error", lb.Notice)
+        return lb.capture(model, inputs)
 
 
 class Wide(TorchFunctionMode):
@@ -59,8 +57,8 @@ class Wide(TorchFunctionMode):
 
 def told(model: nn.Module, inputs: Any, words: str) -> list[lb.Attention]:
     """A capture of which something is told."""
-    with pytest.warns(Notice, match=words):
-        return capture(model, inputs)
+    with pytest.warns(lb.Notice, match=words):
+        return lb.capture(model, inputs)
 
 
 def dense_norms(
@@ -89,7 +87,7 @@ def test_a_decoder_has_its_own_padding(family: str, real: int) -> None:
     inputs = {"input_ids": NINE, "decoder_input_ids": NINE + 9, "attention_mask": PADDED}
     if real < 9:
         inputs["decoder_attention_mask"] = torch.tensor([[1] * 9, [1] * real + [0] * (9 - real)])
-    encoder, decoder = capture(model, inputs, layers=[0, 1])
+    encoder, decoder = lb.capture(model, inputs, layers=[0, 1])
     assert encoder.lengths.tolist() == [9, 4]
     assert decoder.lengths.tolist() == [9, real]
     expected = dense_norms(model, inputs, name, projection, real)
@@ -104,7 +102,7 @@ def test_masks_of_four_axes_without_padding_are_masks() -> None:
     causal = torch.full((9, 9), torch.finfo(torch.float32).min).triu(1).expand(2, 1, -1, -1)
     for mask in (causal, causal == 0):
         masked = silent(model, {**batch, "attention_mask": mask})
-        for a, b in zip(masked, capture(model, batch), strict=True):
+        for a, b in zip(masked, lb.capture(model, batch), strict=True):
             torch.testing.assert_close(a.out, b.out)
 
 
@@ -130,11 +128,11 @@ def test_padding_that_the_model_attends_to_is_told() -> None:
 def test_left_padding_moves_absolute_positions_and_is_told() -> None:
     model = build(AFFINE["gpt2"])
     inputs = {"input_ids": NINE, "attention_mask": LEFT}
-    with pytest.warns(Notice, match="shares the batch: .* padding moves positions"):
+    with pytest.warns(lb.Notice, match="shares the batch: .* padding moves positions"):
         ds = lb.compare(model, inputs, bounds=["lipbound"], progress=False)
     assert [note for note in ds.attrs["notes"] if "shares the batch" in note]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", Notice)
+        warnings.simplefilter("ignore", lb.Notice)
         # a sample at a time
         small = lb.compare(model, inputs, bounds=["lipbound"], memory=1000, progress=False)
     assert small.attrs["block"] == 1
@@ -181,7 +179,7 @@ def test_rotary_tables_that_the_longest_text_chooses_are_told() -> None:
     model = build(lambda: tf.Phi3Model(tf.Phi3Config(**long)))
     words = r"most padding are up to \d+.\d% off those alone, .* the longest sample decides"
     told(model, inputs, words)
-    with pytest.warns(Notice, match=words):
+    with pytest.warns(lb.Notice, match=words):
         notes = lb.compare(model, inputs, bounds=["lipbound"], progress=False).attrs["notes"]
     assert "the longest sample decides" in notes[0]
     # none of the two is long
@@ -228,10 +226,10 @@ def test_a_text_that_was_seen_before_changes_nothing() -> None:
     afterwards."""
     config = tf.LlamaConfig(**{**LLAMA, "max_position_embeddings": 4}, rope_parameters=DYNAMIC)
     model = build(lambda: tf.LlamaModel(config))
-    before = capture(model, {"input_ids": NINE})[0].out
+    before = lb.capture(model, {"input_ids": NINE})[0].out
     model(NINE.repeat(1, 4))
     grown = model.rotary_emb.inv_freq.clone()
-    after = capture(model, {"input_ids": NINE})[0].out
+    after = lb.capture(model, {"input_ids": NINE})[0].out
     torch.testing.assert_close(after, before, rtol=1e-6, atol=1e-7)
     assert torch.equal(model.rotary_emb.inv_freq, grown)
 
@@ -241,7 +239,7 @@ def test_documents_that_only_a_pass_without_cache_keeps_apart_are_told() -> None
     inputs = {"input_ids": NINE[:1], "position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]])}
     layers = told(model, inputs, "position_ids begin again within a sample: without a cache, ")
     assert not bool(layers[0].p[0, :, 5:, :5].any())
-    with pytest.warns(Notice, match="position_ids begin again"):
+    with pytest.warns(lb.Notice, match="position_ids begin again"):
         ds = lb.compare(model, inputs, bounds=["lipbound"], progress=False)
     assert "with one not" in ds.attrs["notes"][0]
 
@@ -249,14 +247,14 @@ def test_documents_that_only_a_pass_without_cache_keeps_apart_are_told() -> None
 def test_nan_of_the_model_is_called_its_own() -> None:
     model = build(MODERN["Llama"]).double()
     words = "NaN in the model's own eager pass: in float64, padding on the left .* take float32"
-    with pytest.raises(CaptureError, match=words):
-        capture(model, {"input_ids": NINE, "attention_mask": LEFT})
+    with pytest.raises(lb.errors.CaptureError, match=words):
+        lb.capture(model, {"input_ids": NINE, "attention_mask": LEFT})
     broken = build(lambda: tf.BertModel(tf.BertConfig(**TEXT)))
     with torch.no_grad():
         broken.embeddings.word_embeddings.weight[5] = torch.nan
     words = r"attention.self: the outputs of its heads are NaN in the model's own eager pass$"
-    with pytest.raises(CaptureError, match=words):
-        capture(broken, {"input_ids": NINE})
+    with pytest.raises(lb.errors.CaptureError, match=words):
+        lb.capture(broken, {"input_ids": NINE})
 
 
 class Scored(QKV):
@@ -285,7 +283,7 @@ def test_padding_that_a_model_finds_by_itself_is_said_by_a_mask_that_it_does_not
     model = OwnMask(hides=True).eval()
     tokens = torch.tensor([[0, 5, 6, 7, 8, 9, 2], [0, 5, 6, 7, 2, 1, 1]])
     batch = {"tokens": tokens, "attention_mask": (tokens != 1).long()}
-    (alone,) = capture(model, tokens[1:, :5])
+    (alone,) = lb.capture(model, tokens[1:, :5])
     exact = oracle(alone)[0]
     (padded,) = told(model, tokens, "say so by 0 in an attention_mask .*need not take")
     assert padded.lengths.tolist() == [7, 7]

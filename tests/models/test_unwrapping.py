@@ -17,7 +17,6 @@ from torch import nn
 
 import lipbound as lb
 from lipbound.errors import CaptureError, CheckpointError, Notice
-from lipbound.models.loading import load_checkpoint
 
 
 class PeftLike(nn.Module):
@@ -59,7 +58,7 @@ WRAPPED: dict[str, tuple[Callable[[tf.PreTrainedModel], object], str]] = {
         r"the transformer of the Sequential \(Flatten\) is left out",
     ),
     "a module of the user's": (Mine, "the BertModel inside the Mine is measured"),
-    "a checkpoint": (load_checkpoint, ""),
+    "a checkpoint": (lb.load_checkpoint, ""),
 }
 
 
@@ -113,13 +112,13 @@ def test_pipelines_and_sentence_transformers(tmp_path: Path) -> None:
     save_tokenizer(folder)
     ids = {"input_ids": torch.tensor([[2, 7, 8, 3]])}
     pipeline = tf.pipeline("text-classification", model=str(folder))
-    mine, expected = (lb.capture(one, ids)[0].p for one in (pipeline, load_checkpoint(folder)))
+    mine, expected = (lb.capture(one, ids)[0].p for one in (pipeline, lb.load_checkpoint(folder)))
     assert torch.equal(mine, expected)
     encoders = pytest.importorskip("sentence_transformers")
     encoder = encoders.SentenceTransformer(str(save_bert(tmp_path / "encoder")), device="cpu")
     with pytest.warns(Notice, match=r"what comes after .* SentenceTransformer \(Pooling\) is left"):
         found = lb.capture(encoder, ids)
-    assert torch.equal(found[0].p, lb.capture(load_checkpoint(tmp_path / "encoder"), ids)[0].p)
+    assert torch.equal(found[0].p, lb.capture(lb.load_checkpoint(tmp_path / "encoder"), ids)[0].p)
 
 
 def test_what_holds_no_model_is_refused_in_one_sentence() -> None:
@@ -128,11 +127,11 @@ def test_what_holds_no_model_is_refused_in_one_sentence() -> None:
     ):
         lb.capture(object(), {"input_ids": torch.ones(1, 2)})
     with pytest.raises(CheckpointError, match="transformers model or another torch module"):
-        load_checkpoint(object())
+        lb.load_checkpoint(object())
 
 
 def test_checkpoints_and_inputs_of_ours(tmp_path: Path) -> None:
-    checkpoint = load_checkpoint(save_bert(tmp_path))
+    checkpoint = lb.load_checkpoint(save_bert(tmp_path))
     inputs = lb.prepare(checkpoint, ["the ferry", "a clock of the island"], samples=2, max_length=8)
     by_hand = lb.capture(checkpoint.model, inputs.batch)
     assert torch.equal(lb.capture(checkpoint, inputs)[1].p, by_hand[1].p)

@@ -14,7 +14,6 @@ from support.versions import newer_torch, newer_transformers
 
 import lipbound as lb
 from lipbound.errors import CheckpointError, Notice
-from lipbound.models.loading import load_checkpoint
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab\nsize 12345\n"
 IDS = torch.tensor([[5, 9, 3, 17, 40, 8, 22]])
@@ -34,7 +33,7 @@ def says(folder: Path, **entries: object) -> None:
 
 def outputs(folder: Path, weights: str) -> torch.Tensor:
     with torch.no_grad():
-        return load_checkpoint(folder, weights=weights).model(IDS).last_hidden_state
+        return lb.load_checkpoint(folder, weights=weights).model(IDS).last_hidden_state
 
 
 def expected(model: tf.PreTrainedModel) -> torch.Tensor:
@@ -136,14 +135,14 @@ def test_what_is_wrong_is_named(
 ) -> None:
     save(*given, tmp_path)
     with pytest.raises(CheckpointError, match=words):
-        load_checkpoint(tmp_path, weights=weights)
+        lb.load_checkpoint(tmp_path, weights=weights)
 
 
 @BOTH
 def test_folders_may_be_reached_in_any_way(weights: str, tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path, max_shard_size="20KB")
     (tmp_path / "other").mkdir()
-    load_checkpoint(tmp_path / "other" / "..", weights=weights)
+    lb.load_checkpoint(tmp_path / "other" / "..", weights=weights)
 
 
 def written(model: tf.PreTrainedModel, file: Path) -> None:
@@ -164,7 +163,7 @@ def test_the_file_that_is_read_is_told_and_alone_makes_the_revision(
     assert note in ds.attrs["notes"]
     for file in (*tmp_path.glob("model-*"), tmp_path / INDEX):
         file.unlink()
-    assert load_checkpoint(tmp_path, weights=weights).revision == ds.attrs["revision"]
+    assert lb.load_checkpoint(tmp_path, weights=weights).revision == ds.attrs["revision"]
     assert torch.equal(outputs(tmp_path, weights), expected(other))
     written(llama(seed=4), tmp_path / "other.safetensors")
     says(tmp_path, transformers_weights="other.safetensors")
@@ -194,14 +193,14 @@ def test_a_pickled_module_is_not_run_and_no_advice_to_run_it_is_passed_on(tmp_pa
         CheckpointError,
         match="holds other things than weights, none of which were run; save the model again",
     ) as caught:
-        load_checkpoint(tmp_path)
+        lb.load_checkpoint(tmp_path)
     assert "\x1b" not in str(caught.value)
     torch.save({"state_dict": model.state_dict(), "epoch": 3}, tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="what is there instead is epoch, state_dict"):
-        load_checkpoint(tmp_path)
+        lb.load_checkpoint(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"junk")
     with pytest.raises(CheckpointError, match="its file of weights is damaged or holds other"):
-        load_checkpoint(tmp_path)
+        lb.load_checkpoint(tmp_path)
 
 
 def test_a_finished_run_of_another_configuration_is_not_taken_for_this_one(tmp_path: Path) -> None:
