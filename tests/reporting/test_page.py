@@ -20,13 +20,8 @@ from support.models import AFFINE, build, inputs_for
 from support.reference import head_function
 
 import lipbound as lb
-from lipbound import bounds
 from lipbound.attention import softmax
-from lipbound.attention.layer import Attention
 from lipbound.bounds.registry import get
-from lipbound.errors import LipboundError
-from lipbound.models.inputs import prepare
-from lipbound.models.loading import load_checkpoint
 from lipbound.reporting.page.details import of_layer
 from lipbound.reporting.page.render import BINS, SINGLE, report
 
@@ -84,8 +79,8 @@ def test_details_are_on_the_page(ds: xr.Dataset, page: Path, bert: Path) -> None
     (run,) = data_of(page)
     packed = np.frombuffer(unpacked(page.read_text(), "attention-data"), dtype=np.uint8)
     attention = packed.reshape(2, 4, 12, 12)
-    checkpoint = load_checkpoint(bert)
-    inputs = prepare(checkpoint, ds.attrs["source"]["data"], samples=3, max_length=12)
+    checkpoint = lb.load_checkpoint(bert)
+    inputs = lb.prepare(checkpoint, ds.attrs["source"]["data"], samples=3, max_length=12)
     for layer, att in enumerate(lb.capture(checkpoint.model, inputs.block(0, 1, "cpu"))):
         np.testing.assert_allclose((attention[layer] / 255.0) ** 2, att.p[0], atol=0.005)
         detail, norm = run["details"][layer], lb.spectral_norm(att, tol=1e-8, vectors=True)
@@ -163,7 +158,7 @@ def test_tokens_are_those_of_dense_jacobians(kind: str, norm: str, map: str) -> 
     """What each token has in u^T J v, and its profile, by blocks of the autograd Jacobian; in every
     norm."""
     att = random_attention(kind).select(slice(1, 2)).unpadded(0)
-    found = of_layer(att, map, ["lipbound"] if norm == "frobenius" else bounds.names(norm), norm)
+    found = of_layer(att, map, ["lipbound"] if norm == "frobenius" else lb.bounds.names(norm), norm)
     blocks = token_oracle.blocks(att, 0, map)  # (heads, i, j, r, D)
     if norm == "frobenius":
         steepest = lb.spectral_norm(att, map=map, method="dense", vectors=True)
@@ -199,7 +194,7 @@ def test_shares_of_values_are_what_bounds_are_without_softmax(kind: str) -> None
     b_q = None if att.b_q is None else 0 * att.b_q
     for name in names.split():
         parts = {"b_q": b_q, "b_k": att.b_k, "b_v": att.b_v, "mask": att.mask}
-        still = Attention(att.x, 0 * att.w_q, att.w_k, att.w_v, **parts)
+        still = lb.Attention(att.x, 0 * att.w_q, att.w_k, att.w_v, **parts)
         still.cache.keep("p", att.p)
         power = 2 if name.startswith("castin") else 1
         expected = (lb.bounds.get(name)(still) / lb.bounds.get(name)(att)) ** power
@@ -235,7 +230,7 @@ def test_what_is_not_installed_is_named(
 ) -> None:
     """Bounds are still shown, their formulas as text."""
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(LipboundError, match=rf"needs {name}; pip install 'lipbound\[report\]'"):
+    with pytest.raises(lb.LipboundError, match=rf"needs {name}; pip install 'lipbound\[report\]'"):
         report(ds, tmp_path / "x.html", details=False)
     monkeypatch.setitem(sys.modules, "latex2mathml.converter", None)
     assert "norm" in get("yudin")._repr_html_()
@@ -265,7 +260,7 @@ def test_what_cannot_be_shown_is_said(ds: xr.Dataset, tmp_path: Path, bert: Path
 
 
 def test_other_weights_do_not_pass_for_the_runs(ds: xr.Dataset, bert: Path, tmp_path: Path) -> None:
-    model = load_checkpoint(bert).model
+    model = lb.load_checkpoint(bert).model
     assert report(ds, tmp_path / "x.html", model=model) == []
     model.encoder.layer[1].attention.self.query.weight.data *= 1.7
     (notice,) = report(ds, tmp_path / "x.html", model=model)

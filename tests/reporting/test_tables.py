@@ -14,8 +14,6 @@ from support.models import AFFINE, build, inputs_for
 from support.runs import made_up
 
 import lipbound as lb
-from lipbound import tables
-from lipbound.errors import LipboundError
 from lipbound.formatting import digits, directed, number
 from lipbound.reporting import citations, statistics
 
@@ -55,7 +53,7 @@ def test_digits_are_those_that_the_enclosure_supports(x: float, width: float, wh
 def test_printed_summaries_have_the_range_and_the_audit(ds: xr.Dataset) -> None:
     """In 80 characters, where pandas leaves out columns in the middle; the longest name is there,
     and each ratio takes as many characters as any."""
-    summary = tables.summary(ds)
+    summary = lb.tables.summary(ds)
     summary.loc["castin_masked_mean_field", ["geomean", "min"]] = 1.234567e-100
     with pd.option_context("display.width", 80, "display.max_columns", 0):
         head = str(summary).splitlines()[0].split()
@@ -70,7 +68,7 @@ def ends_of(cell: str) -> tuple[float, float]:
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("by", tables.BY)
+@pytest.mark.parametrize("by", lb.tables.BY)
 def test_no_figure_contradicts_its_neighbour(by: str, seed: int) -> None:
     """Whatever is resolved or not: printed ends are beyond those of all enclosures, the printed
     mean is between them and within a unit of its enclosure, and no bound that holds is below 1."""
@@ -83,8 +81,8 @@ def test_no_figure_contradicts_its_neighbour(by: str, seed: int) -> None:
     for name, factor in {"yudin": 1.02, "lipbound": 1.0}.items():
         above = factor * np.exp(np.abs(rng.normal(scale=0.3, size=shape)))
         ds[name][...] = ds["exact"].values * above
-    made = tables.table_of(ds, by, bounds=["yudin", "lipbound"])
-    levels = ["layer", "head"][: tables.BY.index(by)]
+    made = lb.tables.table_of(ds, by, bounds=["yudin", "lipbound"])
+    levels = ["layer", "head"][: lb.tables.BY.index(by)]
     inner = [dim for dim in ds["exact"].dims if dim not in ("sample", *levels)]
     for key, row in made.shown.iterrows():
         if by == "bound":
@@ -134,10 +132,10 @@ def test_more_digits_for_closer_enclosures(ds: xr.Dataset) -> None:
     close = lb.compare(model, inputs_for(model), tol=1e-8, dtype="float64", **options)
     wide = lb.compare(model, inputs_for(model), tol=0.2, **options)
     rough = lb.compare(model, inputs_for(model), tol=0.2, delta=None, **options)
-    shown = [tables.readable(one).loc["yudin", "geom. mean"] for one in (rough, ds, close)]
+    shown = [lb.tables.readable(one).loc["yudin", "geom. mean"] for one in (rough, ds, close)]
     assert [len(re.sub("[^0-9]", "", text).lstrip("0")) for text in shown[1:]] == [4, 4]
     low, high = (float(one.replace(",", "")) for one in shown[0].split(" to "))
-    ends = [tables.summary(rough).loc["yudin", "geomean"] / by for by in (1.2, 1)]
+    ends = [lb.tables.summary(rough).loc["yudin", "geomean"] / by for by in (1.2, 1)]
     assert low <= ends[0] < ends[1] <= high < 1.2 * 1.1**2 * low  # two digits
 
     def width(run: xr.Dataset, name: str) -> float:
@@ -154,7 +152,7 @@ def test_more_digits_for_closer_enclosures(ds: xr.Dataset) -> None:
 @pytest.mark.parametrize("by", ["layer", "head"])
 @pytest.mark.parametrize("values", ["ratio", "value"])
 def test_breakdown_by_plain_numpy(ds: xr.Dataset, by: str, how: str | float, values: str) -> None:
-    table = tables.breakdown(ds, by, bounds=["yudin", "kim"], reduce=how, values=values)
+    table = lb.tables.breakdown(ds, by, bounds=["yudin", "kim"], reduce=how, values=values)
     assert table.index.names == (["layer"] if by == "layer" else ["layer", "head"])
     functions = {
         "geomean": lambda a: np.exp(np.log(a).mean()),
@@ -175,20 +173,20 @@ def test_breakdown_by_plain_numpy(ds: xr.Dataset, by: str, how: str | float, val
         assert row["sample_max"] == pytest.approx(max(single))
 
 
-@pytest.mark.parametrize("by", tables.BY)
+@pytest.mark.parametrize("by", lb.tables.BY)
 def test_every_table_in_every_format(ds: xr.Dataset, by: str) -> None:
     options = {"by": by, "bounds": ["castin", "lipbound"]}
     options |= {} if by == "bound" else {"reduce": "median"}
-    made = tables.table_of(ds, **options)
+    made = lb.tables.table_of(ds, **options)
     for format in ("text", "markdown", "latex"):
         # headings of LaTeX in several lines
-        text = " ".join(tables.WRITERS[format](made).replace("\\\\", " ").split())
+        text = " ".join(lb.tables.WRITERS[format](made).replace("\\\\", " ").split())
         for part in ("Castin 2024, 3.3", "(castin):", "GPT2Model"):
             assert part in text
         assert "(float32 model), enclosed to 0.001 with failure probability" in text
         assert "(specformer):" not in text  # footnotes of what is shown
         assert ("median over samples" in text.lower()) == (by != "bound")
-    table = pd.read_csv(io.StringIO(tables.render(ds, "csv", **options)))
+    table = pd.read_csv(io.StringIO(lb.tables.render(ds, "csv", **options)))
     assert len(table) == {"bound": 2, "layer": 2, "head": 8}[by]
     if by == "head":
         expected = ds["exact"].median("sample").values.ravel()
@@ -196,8 +194,8 @@ def test_every_table_in_every_format(ds: xr.Dataset, by: str) -> None:
 
 
 def test_latex_sets_numbers_one_way(ds: xr.Dataset) -> None:
-    for by in tables.BY:
-        text = tables.latex(ds, by=by, width="page")
+    for by in lb.tables.BY:
+        text = lb.tables.latex(ds, by=by, width="page")
         bodies = re.findall(r"\\midrule\n(.*?)\\bottomrule", text, re.DOTALL)
         cells = [
             cell.strip()
@@ -223,10 +221,10 @@ def test_latex_sets_numbers_one_way(ds: xr.Dataset) -> None:
 def test_whole_layers_have_no_heads(ds: xr.Dataset) -> None:
     model = build(AFFINE["gpt2"])
     layers = lb.compare(model, inputs_for(model), map="layer", bounds=["lipbound"], progress=False)
-    assert list(tables.breakdown(layers, "layer").index) == [0, 1]
-    assert "samples:" in tables.render(layers, by="layer")
-    with pytest.raises(LipboundError, match="has no heads"):
-        tables.breakdown(layers, "head")
+    assert list(lb.tables.breakdown(layers, "layer").index) == [0, 1]
+    assert "samples:" in lb.tables.render(layers, by="layer")
+    with pytest.raises(lb.LipboundError, match="has no heads"):
+        lb.tables.breakdown(layers, "head")
     assert "2 layers)" not in citations.methods(layers, "text")
     assert "2 layers; weights" in citations.methods(layers, "text")
 
@@ -238,19 +236,19 @@ def test_hostile_names_stay_text(ds: xr.Dataset) -> None:
     for name in ("castin", "yudin"):
         hostile[name].attrs |= {"label": HOSTILE, "caveat": HOSTILE}
     hostile.attrs["not_applicable"] = {"newhouse": HOSTILE}
-    for by in tables.BY:
-        made = tables.table_of(hostile, by)
-        text = tables.WRITERS["text"](made)
+    for by in lb.tables.BY:
+        made = lb.tables.table_of(hostile, by)
+        text = lb.tables.WRITERS["text"](made)
         assert "\x1b" not in text
         assert "\u202e" not in text
-        marked = tables.WRITERS["markdown"](made)
+        marked = lb.tables.WRITERS["markdown"](made)
         assert "<script>" not in marked
         assert "\\[x\\](javascript:y)" in marked
         assert not re.search(r"(?<!\\)\[x", marked)
         assert "\x1b" not in marked
         rows = [line for line in marked.splitlines() if line.startswith("|")]
         assert len({len(re.findall(r"(?<!\\)\|", row)) for row in rows}) == 1  # no cell ends early
-        typeset = tables.WRITERS["latex"](made)
+        typeset = lb.tables.WRITERS["latex"](made)
         lines = [line for line in typeset.splitlines() if not line.startswith("%")]
         assert not any("\\input" in line or "\r" in line for line in lines)
         assert "\\textbackslash{}input\\{/etc/passwd\\}" in "".join(lines)
@@ -266,8 +264,8 @@ def test_a_run_says_itself_what_its_bounds_are(ds: xr.Dataset) -> None:
     own = ds.rename(castin="mine", castin_sound="mine_sound")
     own.attrs["bounds"] = [{"castin": "mine"}.get(name, name) for name in ds.attrs["bounds"]]
     own["mine"].attrs["caveat"] = "it is mine"
-    assert "\u2020 Castin 2024, 3.3 (mine): it is mine" in tables.render(own, bounds=["mine"])
-    with pytest.raises(LipboundError, match="unknown bound 'mine'"):
+    assert "\u2020 Castin 2024, 3.3 (mine): it is mine" in lb.tables.render(own, bounds=["mine"])
+    with pytest.raises(lb.LipboundError, match="unknown bound 'mine'"):
         citations.keys(own)  # there is nothing to cite
 
 
@@ -296,7 +294,7 @@ def test_methods_say_the_settings_of_the_run(ds: xr.Dataset) -> None:
     assert "lower ends, sought to 0.001. They are values that the norms attain, less" in said
     assert "less every rounding, without upper ends" in said
     assert "1 sample of" in said
-    assert "lower ends, sought to 0.001" in tables.render(rough)
+    assert "lower ends, sought to 0.001" in lb.tables.render(rough)
 
 
 def test_below_exact_is_told(ds: xr.Dataset) -> None:
@@ -314,5 +312,5 @@ def test_citations_come_from_the_registry(ds: xr.Dataset) -> None:
     assert "\\input{" not in citations.cite(other, "latex")
     assert citations.keys(other) == citations.keys(ds)
     other.attrs["tol"] = "\\input{x}"
-    with pytest.raises(LipboundError, match="its setting 'tol' is"):
+    with pytest.raises(lb.LipboundError, match="its setting 'tol' is"):
         citations.methods(other)
