@@ -12,7 +12,6 @@ from transformers import BertConfig, BertModel
 import lipbound as lb
 from lipbound.bounds.audit import audit
 from lipbound.bounds.ours import block_norms
-from lipbound.errors import StoreError
 
 TEXTS = ["the ferry is in a clock", "the keeper and the lighthouse", "a island of the ferry"]
 OPTIONS = {"max_length": 12, "progress": False}
@@ -91,7 +90,7 @@ def test_a_full_disk_does_not_cost_the_run(
     options = {"bounds": ["castin"], "out": tmp_path / "run.zarr", **OPTIONS}
     with monkeypatch.context() as patch:
         patch.setattr(xr.Dataset, "to_zarr", full)
-        with pytest.raises(StoreError, match="No space left on device") as caught:
+        with pytest.raises(lb.errors.StoreError, match="No space left on device") as caught:
             lb.compare(bert, TEXTS, **options)
     lost = caught.value.dataset
     assert lost is not None

@@ -10,7 +10,6 @@ from support.runs import OPTIONS, TEXTS, identical
 
 import lipbound as lb
 from lipbound import schema, tables
-from lipbound.errors import StoreError
 from lipbound.runs.checksums import checksums, edited
 from lipbound.runs.concat import split
 from lipbound.runs.config import RunConfig
@@ -98,7 +97,7 @@ def test_heads_of_layers_with_fewer(whole: xr.Dataset) -> None:
     assert Contents.of(ds).heads == (2, 4)
     assert edited(ds) is False
     fewer = whole.isel(layer=[0], head=[1])
-    refused(lambda: lb.concat([fewer, more]), "heads is", error=StoreError)
+    refused(lambda: lb.concat([fewer, more]), "heads is", error=lb.errors.StoreError)
 
 
 def test_runs_that_do_not_agree(bert: Path, whole: xr.Dataset, other: xr.Dataset) -> None:
@@ -121,9 +120,9 @@ def test_runs_that_do_not_agree(bert: Path, whole: xr.Dataset, other: xr.Dataset
             for changes in others
         ),
     ):
-        refused(lambda runs=runs: lb.concat(runs), words, error=StoreError)
+        refused(lambda runs=runs: lb.concat(runs), words, error=lb.errors.StoreError)
     ds = lb.concat([whole, other])
-    refused(lambda: RunConfig.of(ds), "cannot be computed again as one", error=StoreError)
+    refused(lambda: RunConfig.of(ds), "cannot be computed again as one", error=lb.errors.StoreError)
 
 
 def test_every_run_is_verified(bert: Path, tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from support.commands import command, refused
 from support.runs import OPTIONS, TEXTS
 
 import lipbound as lb
-from lipbound import tables
 from lipbound.bounds.audit import audit, missing
 from lipbound.errors import AlteredRunError, DamagedRunWarning, StoreError
 from lipbound.runs.checksums import faults
@@ -198,6 +197,6 @@ def test_what_is_not_there_is_not_compared(gpt2_run: xr.Dataset) -> None:
     assert [missing(ds, name) for name in ("yudin", "exact", "lipbound")] == [8, 4, 0]
     ds["lipbound"][0, 1, 0] = 0.5 * ds["exact"][0, 1, 0]
     assert audit(ds)["lipbound"]["broken"] == 1  # what is there is
-    text = " ".join(tables.render(ds).split())
+    text = " ".join(lb.tables.render(ds).split())
     assert "Yudin 2025, Thm 3 (yudin): no value at 8 of 12" in text
     assert "exact norms: no value at 4 of 16" in text

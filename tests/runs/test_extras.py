@@ -10,7 +10,6 @@ from support.models import IMAGE, build
 from support.oracles import jacobians
 
 import lipbound as lb
-from lipbound.errors import Notice
 from lipbound.runs.checksums import faults
 from lipbound.runs.config import RunConfig
 
@@ -58,7 +57,7 @@ def test_they_are_verified_and_guarded(run: Path) -> None:
 def test_what_is_too_large_is_told() -> None:
     """300 tokens of width 4 are more than 1,024 outputs."""
     given = [lb.Attention(*(torch.randn(s) for s in ((1, 300, 8), *[(2, 8, 4)] * 3)))]
-    with pytest.warns(Notice, match="jacobian_condition is missing at 2 of 2 exact norms"):
+    with pytest.warns(lb.Notice, match="jacobian_condition is missing at 2 of 2 exact norms"):
         ds = lb.compare(given, bounds="none", extras=["condition"], progress=False)
     assert bool(ds["jacobian_condition"].isnull().all())
     assert any("jacobian_condition" in note for note in ds.attrs["notes"])
@@ -76,7 +75,7 @@ def test_windows_of_an_image_are_added_up() -> None:
     model = build(lambda: tf.SwinModel(tf.SwinConfig(**sizes, depths=[1], num_heads=[2])))
     pixels = {"pixel_values": torch.randn(1, 3, 16, 16, generator=torch.manual_seed(0))}
     options = {"bounds": "none", "extras": ["frobenius", "condition"], "progress": False}
-    with pytest.warns(Notice, match="jacobian_condition is missing"):
+    with pytest.warns(lb.Notice, match="jacobian_condition is missing"):
         ds = lb.compare(model, inputs=pixels, **options)
     (att,) = lb.capture(model, pixels)
     each = lb.frobenius_norm(att)  # of every window

@@ -15,8 +15,6 @@ from support.variants import layer as variant_layer
 
 import lipbound as lb
 from lipbound.attention.conditioning import conditioning
-from lipbound.attention.layer import Attention
-from lipbound.errors import Notice
 from lipbound.linalg.matrix_norms import product_norms
 from lipbound.runs.head_extras import of_heads
 from lipbound.schema import OF_HEADS, OF_WEIGHTS
@@ -25,7 +23,7 @@ NAMES = list(OF_HEADS)
 TEXTS = ["a b c", "b c d e f"]
 
 
-def expected(att: Attention, s: int, h: int, tau: float) -> dict[str, float]:
+def expected(att: lb.Attention, s: int, h: int, tau: float) -> dict[str, float]:
     """What is defined, of a head at a sample."""
     q, k, v = (w[h].double().numpy() for w in (att.w_q, att.w_k, att.w_v))
     assert att.w_o is not None
@@ -45,7 +43,7 @@ def expected(att: Attention, s: int, h: int, tau: float) -> dict[str, float]:
     return found
 
 
-def check(att: Attention, values: dict[str, Any], tau: float) -> None:
+def check(att: lb.Attention, values: dict[str, Any], tau: float) -> None:
     for s in range(att.samples):
         for h in range(att.heads):
             for name, value in expected(att, s, h, tau).items():
@@ -98,7 +96,7 @@ def test_runs(name: str) -> None:
     inputs = inputs_for(model)
     ds = lb.compare(model, inputs, bounds="none", extras=NAMES, tau=0.5, progress=False)
     for i, att in enumerate(lb.capture(model, inputs)):
-        assert isinstance(att, Attention)
+        assert isinstance(att, lb.Attention)
         check(att, {one: ds[one].isel(layer=i).values for one in NAMES}, 0.5)
     assert ds.attrs["tau"] == 0.5
     assert all("source" in ds[one].attrs for one in NAMES)
@@ -121,7 +119,7 @@ def test_they_go_with_every_norm_and_argument_and_are_verified(bert: Path, tmp_p
 
 def test_what_is_missing_is_told() -> None:
     att = random_attention("plain", w_o=False)
-    with pytest.warns(Notice, match="wov_norm is missing at 6 of 6 .* no output projection"):
+    with pytest.warns(lb.Notice, match="wov_norm is missing at 6 of 6 .* no output projection"):
         lb.compare([att], bounds="none", extras="wov_norm", dtype="float64", progress=False)
 
 

@@ -13,11 +13,7 @@ from transformers import BertModel
 
 import lipbound as lb
 from lipbound import plots, tables
-from lipbound.attention.layer import Attention
-from lipbound.errors import StoreError
-from lipbound.models.loading import load_checkpoint
 from lipbound.reporting.labels import facts
-from lipbound.reporting.page.render import report
 from lipbound.runs.config import RunConfig
 from lipbound.schema import DRAWN, NORMS, TOKEN_NORMS
 
@@ -41,9 +37,9 @@ def run(norm: str, bert: Path, text: Path, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(scope="module")
-def layers(bert: Path) -> list[Attention]:
+def layers(bert: Path) -> list[lb.Attention]:
     """The layers of a batch with padding, in float64."""
-    batch = dict(load_checkpoint(bert).tokenizer()(TEXTS, padding=True, return_tensors="pt"))
+    batch = dict(lb.load_checkpoint(bert).tokenizer()(TEXTS, padding=True, return_tensors="pt"))
     return lb.capture(BertModel.from_pretrained(bert).double(), batch)
 
 
@@ -56,7 +52,7 @@ def layers(bert: Path) -> list[Attention]:
     ],
 )
 def test_numbers_are_those_of_token_norm_and_of_dense_jacobians(
-    norm: str, map: str, bert: Path, layers: list[Attention]
+    norm: str, map: str, bert: Path, layers: list[lb.Attention]
 ) -> None:
     ds = lb.compare(bert, TEXTS, norm=norm, map=map, dtype="float64", layers=[1], **OPTIONS)
     att = layers[1]
@@ -124,7 +120,7 @@ def test_a_run_records_its_norm_and_nothing_that_it_does_not_have(
     options = {"samples": 2, "out": run, "resume": True, **OPTIONS}
     assert lb.compare(bert, text, norm=norm, **options).identical(ds)
     words = f"norm was {norm} and is now frobenius"
-    refused(lambda: lb.compare(bert, text, **options), words, error=StoreError)
+    refused(lambda: lb.compare(bert, text, **options), words, error=lb.errors.StoreError)
 
 
 def test_a_run_is_computed_again_in_its_norm(norm: str, run: Path) -> None:
@@ -143,7 +139,7 @@ def test_the_norm_is_said_wherever_the_map_is(norm: str, run: Path, tmp_path: Pa
     """And nothing of probabilities, which these norms have not."""
     ds, meaning = lb.load(run), NORMS[norm]
     plots.heatmaps(ds, tmp_path / "figure.png")
-    report([ds, made_up()], tmp_path / "two.html", details=False)
+    lb.report([ds, made_up()], tmp_path / "two.html", details=False)
     words = f"norm: {norm} ({meaning})"
     for text, there in (
         *((tables.render(ds, form), words) for form in ("text", "markdown", "latex")),

@@ -14,7 +14,6 @@ from support.runs import OPTIONS, TEXTS, identical
 
 import lipbound as lb
 from lipbound.errors import CheckpointError, Notice, StoreError
-from lipbound.models.loading import load_checkpoint
 from lipbound.runs.config import RunConfig
 from lipbound.runs.measure import work
 from lipbound.runs.store import (
@@ -105,7 +104,7 @@ def test_workers_measure_what_one_process_measures(
 
 
 def test_workers_refuse_other_weights(bert: Path) -> None:
-    checkpoint = load_checkpoint(bert)
+    checkpoint = lb.load_checkpoint(bert)
     job = RunConfig(str(bert), bounds=["yudin"], exact_samples=1, delta=None, device="cpu")
     inputs = {"input_ids": torch.tensor([[3, 4, 5]])}
     assert [m.layer for m in work(job, checkpoint.revision, inputs, 0, {0})] == [1]

@@ -9,8 +9,6 @@ from support.commands import refused
 from support.runs import OPTIONS, TEXTS
 
 import lipbound as lb
-from lipbound import tables
-from lipbound.errors import StoreError
 from lipbound.runs.checksums import edited, faults
 from lipbound.runs.store import run_of
 from lipbound.schema import Contents, closed, repeated
@@ -88,4 +86,4 @@ def test_arithmetic_on_runs(bert: Path, whole: xr.Dataset) -> None:
     assert doubled["yudin_sound"].identical(whole["yudin_sound"])
     for lost in (difference, whole.drop_vars("yudin_sound")):
         words = "no longer one: ", " is missing; ", "arithmetic on two runs drops"
-        refused(lambda lost=lost: tables.summary(lost), *words, error=StoreError)
+        refused(lambda lost=lost: lb.tables.summary(lost), *words, error=lb.errors.StoreError)

@@ -11,8 +11,6 @@ from support.commands import refused
 from support.models import LLAMA, T5, build, save_tokenizer
 
 import lipbound as lb
-from lipbound.attention.module_attention import ModuleAttention
-from lipbound.errors import Notice
 
 SMALL = {**T5, "initializer_factor": 0.5}
 
@@ -24,7 +22,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, xr.Dataset]:
     config = tf.T5Config(**SMALL, decoder_start_token_id=0)
     build(lambda: tf.T5ForConditionalGeneration(config)).save_pretrained(path)
     save_tokenizer(path)
-    with pytest.warns(Notice, match="the decoder reads the encoder's tokens, shifted by one"):
+    with pytest.warns(lb.Notice, match="the decoder reads the encoder's tokens, shifted by one"):
         ds = lb.compare(
             path, ["the ferry", "a clock of the island"], samples=2, max_length=8,
             bounds=["kim", "castin", "lipbound"], out=path / "run.zarr", progress=False,
@@ -85,7 +83,7 @@ def test_layers_without_closed_form_have_no_bounds() -> None:
     ):
         refused(lambda options=options: lb.compare(model, ids, progress=False, **options), words)
     layer = lb.capture(model, ids)[0]
-    assert isinstance(layer, ModuleAttention)
+    assert isinstance(layer, lb.ModuleAttention)
     for measure in (lb.token_norm, lb.bounds.get("lipbound")):
         words = "needs a layer in closed form", "changes its head outputs"
         refused(lambda measure=measure: measure(layer), *words)

@@ -12,8 +12,6 @@ from support.models import MODERN, build
 from support.runs import TEXTS
 
 import lipbound as lb
-from lipbound import plots, tables
-from lipbound.errors import StoreError
 from lipbound.reporting.citations import methods
 from lipbound.reporting.labels import facts, left_out
 from lipbound.runs.config import RunConfig
@@ -76,7 +74,7 @@ def test_a_run_says_what_heads_are_functions_of(run: Path, bert: Path, text: Pat
     words = "as a function of its keys alone, as they enter the scores and a cache holds them"
     assert ds.attrs["wrt"] == "keys"
     assert ds.attrs["map_description"].endswith(words)
-    for said_there in (plots.caption(ds), methods(ds, "text"), tables.latex(ds)):
+    for said_there in (lb.plots.caption(ds), methods(ds, "text"), lb.tables.latex(ds)):
         assert words in said_there
     assert "stated for functions of the input and were left out" in methods(ds, "text")
     assert ds["exact"].attrs["long_name"].endswith("as a function of keys")
@@ -86,7 +84,7 @@ def test_a_run_says_what_heads_are_functions_of(run: Path, bert: Path, text: Pat
     options = {"samples": 2, "out": run, "resume": True, **OPTIONS}
     assert lb.compare(bert, text, wrt="keys", **options).identical(ds)
     call = lambda: lb.compare(bert, text, wrt="values", **options)  # noqa: E731
-    refused(call, "wrt was keys and is now values", error=StoreError)
+    refused(call, "wrt was keys and is now values", error=lb.errors.StoreError)
 
 
 def test_a_run_is_computed_again(run: Path) -> None:
