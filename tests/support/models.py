@@ -10,8 +10,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor
 
-from lipbound.attention.layer import Attention
-from lipbound.models.capture.capture import capture
+import lipbound as lb
 from lipbound.models.capture.seeing import interface, recording
 
 SMALL = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -160,14 +159,14 @@ def inputs_for(
 
 def own_heads(
     model: tf.PreTrainedModel, layer: int
-) -> tuple[Attention, Callable[[Tensor], Tensor]]:
+) -> tuple[lb.Attention, Callable[[Tensor], Tensor]]:
     """A layer of a float64 model, and its heads' outputs for the first sample by the model's own
     code, (N, D) -> (N, heads, d_v)."""
     inputs = inputs_for(model).items()
     batch = {name: t.double() if t.is_floating_point() else t for name, t in inputs}
     with interface.implementation(model, interface.RECORDING_ATTENTION):
         call = recording.record(model, batch)[0][layer]
-    att = capture(model, batch)[layer]
+    att = lb.capture(model, batch)[layer]
     model.set_attn_implementation("eager")
     seen: list[Tensor] = []
     call.consumer.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
