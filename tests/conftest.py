@@ -25,7 +25,6 @@ from support.selection import combinations_left_out
 
 import lipbound as lb
 from lipbound import signs
-from lipbound.attention.layer import Attention
 
 signs.PAUSE = 3600.0  # on a busy machine any test may take longer than the pause between lines
 torch.set_num_threads(int(os.environ["LIPBOUND_TESTS_THREADS"]))
@@ -54,7 +53,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def att(kind: str) -> Attention:
+def att(kind: str) -> lb.Attention:
     """A float64 layer of every kind."""
     return random_attention(kind)
 

@@ -15,7 +15,6 @@ from support.runs import TEXTS
 import lipbound as lb
 from lipbound import cli
 from lipbound.cli import measuring, reporting
-from lipbound.errors import Notice
 from lipbound.runs.config import RunConfig
 
 QUICK = {"samples": 1, "max_length": 8, "progress": False}
@@ -143,7 +142,7 @@ def test_without_a_command_the_help_is_shown_and_nothing_else() -> None:
 
 def test_what_is_taken_otherwise_is_told() -> None:
     words = "memory is 4 bytes, .* measured one at a time; write '4GB'", "here .*5"
-    with pytest.warns(Notice, match=words[0]), pytest.warns(Notice, match=words[1]):
+    with pytest.warns(lb.Notice, match=words[0]), pytest.warns(lb.Notice, match=words[1]):
         ds = lb.compare("builtin:gpt2", bounds="castin", layers=[-1, 0], memory=4, **QUICK)
     assert 5 in ds["layer"].values
     assert any(re.search(words[1], note) for note in ds.attrs["notes"])

@@ -13,7 +13,6 @@ from support.layers import changed, random_attention
 from support.models import AFFINE, build
 
 import lipbound as lb
-from lipbound import bounds
 from lipbound.analysis import adversarial_inputs, mean_field
 from lipbound.analysis.length_growth import exponents, sequence_growth
 from lipbound.analysis.network import blocks
@@ -37,7 +36,7 @@ def calls(call: Callable[..., Any], *cases: tuple[dict[str, Any], str]) -> list[
 
 BOUNDS: list[tuple[Call, str]] = [
     *calls(
-        partial(bounds.over_ball, BIASED),
+        partial(lb.bounds.over_ball, BIASED),
         ({"radius": []}, "radius is empty"),
         ({"radius": [1, "x"]}, "radius is 'x'"),
         ({"radius": 1e200}, "at most 1e60"),
@@ -46,7 +45,7 @@ BOUNDS: list[tuple[Call, str]] = [
         ({"radius": 1.0, "at": "castin"}, "is not a bound here"),
         ({"radius": 1.0, "at": "lipbound_one"}, "is stated in the one-token norm"),
     ),
-    (lambda: bounds.get("yudin_g1").over_ball(ATT, 1.0), "without a radius"),
+    (lambda: lb.bounds.get("yudin_g1").over_ball(ATT, 1.0), "without a radius"),
     *calls(
         partial(lb.spectral_norm, ATT),
         ({"seed": [1] * 5}, "5 seeds"),
@@ -54,10 +53,10 @@ BOUNDS: list[tuple[Call, str]] = [
         ({"method": "lanzcos"}, "did you mean 'lanczos'"),
     ),
     (lambda: lb.radius_curve(ATT, []), "radius is empty"),
-    (lambda: bounds.names("every"), "unknown norm 'every'; did you mean 'every-token'"),
-    (lambda: bounds.evaluate(ATT, ["nothing"]), "unknown bound 'nothing'"),
+    (lambda: lb.bounds.names("every"), "unknown norm 'every'; did you mean 'every-token'"),
+    (lambda: lb.bounds.evaluate(ATT, ["nothing"]), "unknown bound 'nothing'"),
     *calls(
-        lambda name="yudin", **given: bounds.whole_layer(ATT, name, **given),
+        lambda name="yudin", **given: lb.bounds.whole_layer(ATT, name, **given),
         ({"name": "kim"}, "leave it out"),
         ({"map": "head"}, "unknown map of a whole layer 'head'"),
         ({"rule": "sums"}, "did you mean 'sum'"),
@@ -130,10 +129,10 @@ def test_what_is_wrong_is_refused_in_one_sentence(call: Call, words: str) -> Non
 @pytest.mark.parametrize(
     ("call", "norm"),
     [
-        (lambda: bounds.evaluate(ATT, ["yudin", "lipbound_one"]), "one-token"),
-        (lambda: bounds.resolve("lipbound_one, lipbound_every"), "every-token"),
-        (lambda: bounds.resolve(["lipbound_one"], "frobenius"), "one-token"),
-        (lambda: bounds.resolve("yudin", "every-token"), "frobenius"),
+        (lambda: lb.bounds.evaluate(ATT, ["yudin", "lipbound_one"]), "one-token"),
+        (lambda: lb.bounds.resolve("lipbound_one, lipbound_every"), "every-token"),
+        (lambda: lb.bounds.resolve(["lipbound_one"], "frobenius"), "one-token"),
+        (lambda: lb.bounds.resolve("yudin", "every-token"), "frobenius"),
     ],
 )
 def test_bounds_of_several_norms_are_refused(call: Call, norm: str) -> None:

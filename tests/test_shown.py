@@ -11,7 +11,6 @@ from support.runs import made_up
 from torch import nn
 
 import lipbound as lb
-from lipbound.errors import CaptureError
 from lipbound.regularizers import ExactNorm, JaSMin, SoundPenalty, Specformer
 from lipbound.reporting.text_tables import text_table
 
@@ -63,8 +62,8 @@ def test_modules_list_what_is_public(module: object) -> None:
 def test_what_penalties_do_not_cover_is_said_as_it_is() -> None:
     model = lb.load_checkpoint("builtin:llama").model
     words = "LlamaModel has no attention modules that say their number of heads", "rotary positions"
-    refused(partial(Specformer(1, 1, 1), model), *words, error=CaptureError)
-    refused(lb.attention_layers(model).__enter__, *words, error=CaptureError)
+    refused(partial(Specformer(1, 1, 1), model), *words, error=lb.errors.CaptureError)
+    refused(lb.attention_layers(model).__enter__, *words, error=lb.errors.CaptureError)
 
 
 def test_a_model_that_is_a_layer_is_called_the_model() -> None:

@@ -9,7 +9,6 @@ import pytest
 
 import lipbound as lb
 from lipbound import signs
-from lipbound.errors import CheckpointError
 from lipbound.signs import Signs
 
 
@@ -62,7 +61,7 @@ def test_errors_in_notebooks_end_in_one_line() -> None:
     def mine() -> None:
         lb.compare("builtin:gpt3")
 
-    with pytest.raises(CheckpointError) as raised:
+    with pytest.raises(lb.errors.CheckpointError) as raised:
         mine()
     *own, last = raised.value._render_traceback_()
     said = "CheckpointError: unknown builtin checkpoint 'gpt3'; did you mean 'gpt2'?"
