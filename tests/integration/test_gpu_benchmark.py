@@ -76,23 +76,3 @@ def test_what_is_not_begun_in_time_is_left_out(
     assert "checkpoints, builtin:gpt2: compare is left out" in capsys.readouterr().out
     monkeypatch.setattr(measured, "BENCHMARKS", tmp_path)
     assert "0 heads were computed again" in measured.gpu()
-
-
-@pytest.mark.parametrize(
-    ("far", "near", "apart"),
-    [
-        ([1.0, float("nan")], [1.0, float("nan")], 0.0),
-        ([float("inf")], [float("inf")], 0.0),
-        ([1.0, 2.2], [1.0, 2.0], 0.1),
-        ([1.0], [float("nan")], float("inf")),
-        ([float("nan")], [1.0], float("inf")),
-        ([1.0], [float("inf")], float("inf")),
-    ],
-)
-def test_numbers_of_two_devices_are_compared(
-    far: list[float], near: list[float], apart: float
-) -> None:
-    found = benchmark("gpu")._apart(
-        *(torch.tensor(t, dtype=torch.float64).numpy() for t in (far, near))
-    )
-    assert found == pytest.approx(apart)
