@@ -20,7 +20,8 @@ import zarr
 from filelock import FileLock, Timeout
 from support import trainers
 from support.commands import refused
-from support.models import AFFINE, GPT2, build, inputs_for
+from support.models import AFFINE, GPT2, build, inputs_for, own_heads
+from support.modules import norms
 from support.trainers import NO_DROPOUT
 from torch import Tensor, nn
 
@@ -66,39 +67,18 @@ def measured(monitor: lb.Monitor, step: int) -> xr.Dataset:
 
 
 def own(model: Any) -> dict[str, np.ndarray]:
-    """Norms by float64 SVD of the autograd Jacobian of GPT-2's heads written out, and what its
-    eager attention says of itself: (samples, layers, heads) each."""
-    model = copy.deepcopy(model).double().eval()
-    model.set_attn_implementation("eager")
-    given: list[Tensor] = []
-    blocks, width = model.transformer.h, GPT2["n_embd"]
-
-    def keep(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        given.append((args or tuple(kwargs.values()))[0])
-
-    for block in blocks:
-        block.attn.register_forward_pre_hook(keep, with_kwargs=True)
+    """Norms by float64 SVD of the autograd Jacobian of the model's own eager attention, and what
+    that says of itself: (samples, layers, heads) each."""
+    exact, logit = torch.zeros(2, 2, 4).double(), torch.zeros(2, 2, 4).double()
+    hidden = torch.ones(9, 9, dtype=torch.bool).triu(1)
+    for s, i in np.ndindex(2, 2):
+        eager = copy.deepcopy(model).double().eval()
+        att, heads = own_heads(eager, i, {"input_ids": IDS}, s)
+        exact[s, i] = norms(heads, att.x[s])
+        scores = (att.scale * att.q[s] @ att.k[s].mT).masked_fill(hidden, -torch.inf)
+        logit[s, i] = scores.amax((-1, -2))
     with torch.no_grad():
-        p = torch.stack(model(IDS, output_attentions=True).attentions, 1)
-    n, d = IDS.shape[1], width // GPT2["n_head"]
-    hidden = torch.ones(n, n, dtype=torch.bool).triu(1)
-    exact, logit = torch.zeros(p.shape[:3]).double(), torch.zeros(p.shape[:3]).double()
-    for (s, i, h), _ in np.ndenumerate(exact.numpy()):
-        linear, parts = blocks[i].attn.c_attn, [k * width + h * d for k in range(3)]
-        w = [linear.weight[:, at : at + d] for at in parts]
-        b = [linear.bias[at : at + d] for at in parts]
-
-        def scores(x: Tensor, w: Any = w, b: Any = b) -> Tensor:
-            logits = (x @ w[0] + b[0]) @ (x @ w[1] + b[1]).T / d**0.5
-            return logits.masked_fill(hidden, -torch.inf)
-
-        def head(x: Tensor, w: Any = w, b: Any = b, scores: Any = scores) -> Tensor:
-            return torch.softmax(scores(x), -1) @ (x @ w[2] + b[2])
-
-        x = given[i][s].detach()
-        jacobian = torch.func.jacrev(head)(x).reshape(n * d, -1)
-        exact[s, i, h] = torch.linalg.matrix_norm(jacobian, 2).detach()
-        logit[s, i, h] = scores(x).amax().detach()
+        p = torch.stack(eager(IDS, output_attentions=True).attentions, 1)
     entropy, first = torch.special.entr(p).sum(-1).mean(-1), p[..., 0].mean(-1)
     found = dict(zip(("exact", *STATISTICS), (exact, logit, entropy, first), strict=True))
     return {name: value.numpy() for name, value in found.items()}

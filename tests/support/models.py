@@ -158,12 +158,15 @@ def inputs_for(
 
 
 def own_heads(
-    model: tf.PreTrainedModel, layer: int
+    model: tf.PreTrainedModel,
+    layer: int,
+    inputs: dict[str, Tensor] | None = None,
+    sample: int = 0,
 ) -> tuple[lb.Attention, Callable[[Tensor], Tensor]]:
-    """A layer of a float64 model, and its heads' outputs for the first sample by the model's own
+    """A layer of a float64 model, and its heads' outputs for one of two samples by the model's own
     code, (N, D) -> (N, heads, d_v)."""
-    inputs = inputs_for(model).items()
-    batch = {name: t.double() if t.is_floating_point() else t for name, t in inputs}
+    given = (inputs or inputs_for(model)).items()
+    batch = {name: t.double() if t.is_floating_point() else t for name, t in given}
     with interface.implementation(model, interface.RECORDING_ATTENTION):
         call = recording.record(model, batch)[0][layer]
     att = lb.capture(model, batch)[layer]
@@ -173,16 +176,16 @@ def own_heads(
     moving = ("past_key_values", "hidden_states")
     rest = {name: value for name, value in call.run.kwargs.items() if name not in moving}
 
-    def first(value: object) -> object:
+    def own(value: object) -> object:
         both = isinstance(value, Tensor) and value.ndim == 4 and len(value) == 2
-        return value[:1] if both else value
+        return value[sample : sample + 1] if both else value
 
     def heads(x: Tensor) -> Tensor:
         seen.clear()
-        kwargs = {k: first(v) for k, v in rest.items()}
-        args = [first(a) for a in call.run.args[1:]]
-        own = ((x[None], *args), {}) if call.run.args else ((), {"hidden_states": x[None]})
-        out = call.module(*own[0], **own[1], **kwargs)
+        kwargs = {k: own(v) for k, v in rest.items()}
+        args = [own(a) for a in call.run.args[1:]]
+        tokens = ((x[None], *args), {}) if call.run.args else ((), {"hidden_states": x[None]})
+        out = call.module(*tokens[0], **tokens[1], **kwargs)
         flat = seen[0] if seen else out[0]  # some modules leave the output projection to others
         return flat[0].reshape(len(x), att.heads, att.d_v)
 
