@@ -60,15 +60,6 @@ def test_autograd_operator_matches_the_dense_oracle() -> None:
         op.select(torch.tensor([1]))
 
 
-def test_huge_biases_do_not_cancel() -> None:
-    att = random_attention("plain", dtype=torch.float32)
-    shifted = lb.Attention(att.x, att.w_q, att.w_k, att.w_v, b_v=torch.full((3, 4), 1e4))
-    far, own = (
-        torch.linalg.svdvals(lb.HeadJacobian(one).dense().double())[:, 0] for one in (shifted, att)
-    )
-    close(far, own, 2e-3)  # v itself is rounded at 1e-3 there
-
-
 def test_products_do_not_depend_on_how_many_heads_they_take_at_a_time(
     att: lb.Attention, monkeypatch: pytest.MonkeyPatch
 ) -> None:

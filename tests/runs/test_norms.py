@@ -97,16 +97,6 @@ def test_padding_and_blocks_change_nothing(norm: str, bert: Path) -> None:
         np.testing.assert_allclose(whole[name], single[name], rtol=1e-5)
 
 
-def test_exact_samples_and_the_same_numbers_again(norm: str, bert: Path) -> None:
-    first, second = (
-        lb.compare(bert, TEXTS, norm=norm, exact_samples=1, layers=[1], **OPTIONS) for _ in range(2)
-    )
-    assert first.drop_attrs().identical(second.drop_attrs())
-    assert bool(first["exact"][0].notnull().all())
-    assert bool(first["exact_upper"][1:].isnull().all())
-    assert bool(first[BOUNDS[norm][0]].notnull().all())
-
-
 def test_a_run_records_its_norm_and_nothing_that_it_does_not_have(
     norm: str, run: Path, bert: Path, text: Path
 ) -> None:
