@@ -38,10 +38,6 @@ def test_select_is_a_part_of_the_layer(att: lb.Attention) -> None:
     close(att.select(slice(1, 2), slice(0, 2)).out, att.out[1:2, :2])
 
 
-def test_scale_default_is_that_of_the_head_width() -> None:
-    assert random_attention("wide_values").scale == 0.5
-
-
 def test_large_negative_finite_masks_forbid_like_minus_infinity() -> None:
     att = random_attention("causal")
     finite = torch.where(att.mask == -math.inf, torch.finfo(torch.float32).min, att.mask)
@@ -112,11 +108,6 @@ def test_normalisation_needs_sizes_and_an_eps_where_vectors_vanish() -> None:
         refused(lambda bad=bad: QKNorm(**{"gain": ONES} | bad), words, error=AttentionError)
     still = build(x=ZERO, norm_k=QKNorm(ONES, eps=1e-6))
     assert bool(torch.isfinite(lb.spectral_norm(still).lower).all())
-
-
-def test_repr_says_what_it_is() -> None:
-    assert "heads=3, N=6" in repr(random_attention("causal"))
-    assert "with w_o, mask" in repr(random_attention("causal"))
 
 
 def test_the_mask_may_have_a_dtype_of_its_own() -> None:

@@ -16,7 +16,6 @@ from lipbound.attention.variants.qk_norm import QKNorm
 from lipbound.attention.variants.rotary import Rotation
 from lipbound.jacobians.rounding import tensor_error
 from lipbound.jacobians.streaming import StreamedHeadJacobian
-from lipbound.reporting.page.details import of_layer
 
 CASES = {
     "seed": st.integers(0, 10**6),
@@ -89,16 +88,6 @@ def test_products_streams_and_whole_layers(has: set[str], mask: str) -> None:
     close(reached.norm(dim=(-1, -2)).view(2, 3), top.lower, 1e-6)
     paths = lb.HeadJacobian(att).paths(top.right.flatten(0, 1))
     near(sum(paths.values()), reached, 1e-10)
-
-
-@pytest.mark.parametrize("has", [{"rotation"}, {"together", "sinks"}, {"norm", "cap"}])
-def test_details_of_a_report(has: set[str]) -> None:
-    found = of_layer(
-        layer(3, frozenset(has), mask="padded").unpadded(0), "head_out", ["lipbound", "castin_bias"]
-    )
-    assert sum(found.parts.values()) == pytest.approx(1)
-    assert set(found.bounds) == ({"castin_bias"} if has == {"rotation"} else set())
-    assert bool((found.softmax_norm <= 0.5 + 1e-6).all())
 
 
 @pytest.mark.parametrize("has", [{"rotation"}, {"together", "rotation"}, {"norm", "sinks", "cap"}])

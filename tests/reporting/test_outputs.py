@@ -116,17 +116,6 @@ def test_cells_show_log10_of_the_reduced_values(ds: xr.Dataset) -> None:
     assert len({axes.images[0].norm.vmax for axes in own.axes if axes.images}) == 2
 
 
-def test_caption_says_what_it_is(ds: xr.Dataset) -> None:
-    """In the picture on request."""
-    bare, drawn = (lb.plots.heatmaps(ds, caption=drawn).texts for drawn in (False, True))
-    assert [t.get_text() for t in bare if t.get_text()] == []
-    text = "\n".join(t.get_text() for t in drawn).replace("\n", " ")
-    assert text == lb.plots.caption(ds)
-    parts = ("GPT2Model", "without output projection", "ready model inputs", "2 samples", "float32")
-    for part in (*parts, "each the arithmetic mean over samples"):
-        assert part in text
-
-
 @pytest.mark.parametrize(
     "kind", ["pdf", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("svg", "png"))]
 )

@@ -267,14 +267,6 @@ def test_other_weights_do_not_pass_for_the_runs(ds: xr.Dataset, bert: Path, tmp_
     assert "the norms of layers 1 are not those of the run: other weights" in notice
 
 
-def test_whole_layers_show_every_sample(tmp_path: Path) -> None:
-    model, inputs = build(AFFINE["gpt2"]), {"input_ids": torch.arange(60).view(20, 3)}
-    options = {"map": "layer", "bounds": ["lipbound"], "progress": False}
-    report(lb.compare(model, inputs, samples=20, **options), tmp_path / "x.html")
-    (run,) = data_of(tmp_path / "x.html")
-    assert np.array(run["values"]["exact"]).shape == (2, 20)
-
-
 def test_runs_without_bounds_have_pages(bert: Path, text: Path, tmp_path: Path) -> None:
     """Of functions of the input, with details and extras, and of keys, with neither; also both."""
     options: Any = {"samples": 2, "max_length": 8, "bounds": "none", "progress": False}

@@ -151,12 +151,6 @@ def test_parts_are_called_what_they_are(ds: xr.Dataset, part: dict, words: list[
         assert ("range over samples" in tables.render(shown, by="layer")) == ("layer" in part)
 
 
-def test_estimates_of_which_none_converged_say_so(ds: xr.Dataset) -> None:
-    model = build(AFFINE["gpt2"])
-    run = lb.compare(model, inputs_for(model), tol=1e-15, delta=None, bounds="none", progress=False)
-    assert "lower ends, none converged (1e-15 was asked for)" in tables.caption(run)
-
-
 def test_what_was_edited_is_called_edited_and_nothing_is_claimed_of_it(ds: xr.Dataset) -> None:
     changed = ds.copy(deep=True)
     changed["exact"][0, 1, 2] *= 1.5

@@ -146,14 +146,6 @@ def test_ratios_far_beyond_the_others_leave_the_axis(ds: xr.Dataset) -> None:
     lb.plots.ratios(nothing).figure.savefig(io.BytesIO(), format="png")
 
 
-@pytest.mark.parametrize(("layers", "heads"), [(1, 12), (1, 1), (2, 64), (1, 64)])
-def test_one_layer_is_a_strip(layers: int, heads: int) -> None:
-    figure = lb.plots.heatmap(made_up(layers=layers, heads=heads)).figure
-    figure.draw_without_rendering()
-    box = figure.axes[0].get_window_extent()
-    assert box.height < 0.5 * box.width
-
-
 def test_colour_bars_of_one_value_have_legible_numbers(ds: xr.Dataset) -> None:
     one = ds.isel(layer=[1], head=[1])
     axes = lb.plots.heatmap(one, "yudin")
@@ -169,11 +161,3 @@ def test_colour_bars_of_one_value_have_legible_numbers(ds: xr.Dataset) -> None:
         for text in panel.texts
     ]
     assert texts == ["above the scale:\n\u221e"]
-
-
-def test_titles_without_finite_upper_ends_have_the_digit_of_the_table(ds: xr.Dataset) -> None:
-    open_ = ds.copy(deep=True)
-    open_["exact_upper"][...] = np.inf
-    said = lb.tables.readable(open_).loc["yudin", "geom. mean"]
-    titles = [axes.get_title() for axes in lb.plots.heatmaps(open_, bounds=["yudin"]).axes]
-    assert f"Yudin 2025, Thm 3\n{said} \u00d7 exact" in titles

@@ -174,11 +174,6 @@ def test_weights_of_known_names_that_are_not_all() -> None:
     assert not np.allclose(mine["exact"], measured(monitor, 1)["exact"], rtol=0.01)
 
 
-def test_steps_that_are_named() -> None:
-    monitor = lb.Monitor(decoder(), IDS, steps=[1, 5])
-    assert [step for step in range(8) if monitor.step(step) is not None] == [1, 5]
-
-
 def test_a_layer_is_one_number() -> None:
     model = decoder()
     ds, each = measured(lb.Monitor(model, IDS, map="layer", layers=[1]), 0), lb.Monitor(model, IDS)

@@ -301,12 +301,6 @@ def test_norms_of_zero(tmp_path: Path) -> None:
     assert found.ok, str(found)
 
 
-def test_foreign_names_do_not_reach_the_terminal(run: Path) -> None:
-    ds = lb.load(run)
-    ds.attrs["data_fingerprint"] = "\x1b[2Jx"
-    assert "\x1b" not in str(lb.verify(ds, places=1))
-
-
 def test_another_model_is_not_the_recorded_one(run: Path, vit: Path) -> None:
     """Whether it takes the run's data or not."""
     found = lb.verify(run, model="builtin:gpt2", places=2)
