@@ -40,8 +40,6 @@ compare {mess}/bad-config => is not a valid JSON file
 compare <{mess}/list-config|{mess}/empty-config> => could not be loaded: Unrecognized model
 compare {mess}/unknown-type => has model type `mystery` but
 compare {mess}/odd-heads => is not a multiple of the number of attention heads
-compare {mess}/whole-numbers --max-length 12 => are not all floating-point numbers, encoder.layer.0
-compare {mess}/pickled --max-length 12 => holds other things than weights, none of which were run
 compare {mess}/resnet --samples 1 => no attention that can be captured
 compare {mess}/no-tokenizer --max-length 12 => has no files of its tokenizer
 compare {mess}/bad-tokenizer --max-length 12 => has no usable tokenizer
@@ -158,7 +156,6 @@ def cases(table: str) -> Iterator[tuple[str, str]]:
 CASES = dict(cases(TABLE))
 OLD = "transformers fails otherwise"
 LACKING = dict.fromkeys(("compare {mess}/list-config", "compare {mess}/empty-config"), OLD)
-LACKING |= {"compare {mess}/pickled --max-length 12": "pickled weights need torch 2.6"}
 
 
 @pytest.fixture(scope="module")

@@ -21,22 +21,6 @@ QUICK = {"samples": 1, "max_length": 8, "progress": False}
 QUICKLY = "--samples 1 --max-length 8 --layers 0 --bounds castin --quiet"
 
 
-def test_compare_heatmap_table_cite(bert: Path, text: Path, tmp_path: Path) -> None:
-    run, figure = tmp_path / "run.zarr", tmp_path / "figure.pdf"
-    options = f"--data {text} --samples 2 --max-length 16 --bounds yudin,castin --layers 1 --quiet"
-    out = said(f"compare {bert} {options} --out {run}")
-    assert "Yudin 2025, Thm 3" in out
-    assert "layer 1 of 2 counted from 0, 4 heads" in out
-    ds = lb.load(run)
-    assert ds.sizes == {"sample": 2, "layer": 1, "head": 4}
-    assert ds.attrs["command"].startswith("lipbound compare")
-    said(f"heatmap {run} -o {figure} --reduce 0.9 --scale panel --bounds yudin")
-    assert figure.stat().st_size > 1000
-    for format in ("text", "markdown", "latex", "csv"):
-        assert "Castin 2024, 3.3" in said(f"table {run} --format {format}")
-    assert "@misc{yudin2025pay" in said(f"cite {run}")
-
-
 def test_bounds_are_listed() -> None:
     out = said("bounds")
     for name in lb.bounds.names(None):
@@ -180,16 +164,27 @@ def test_no_bounds_are_exact_norms_alone() -> None:
     assert lb.bounds.evaluate(layer, "none") == {}
 
 
-def test_a_run_of_exact_norms_alone_goes_everywhere(tmp_path: Path) -> None:
-    run = tmp_path / "run.zarr"
-    said(f"compare builtin:gpt2 {QUICKLY.replace('castin', 'exact')} --out {run}")
+@pytest.mark.parametrize("bounds", ["exact", "yudin,castin"])
+def test_a_run_goes_everywhere(bounds: str, bert: Path, text: Path, tmp_path: Path) -> None:
+    """With bounds, and of exact norms alone."""
+    run, figure = tmp_path / "run.zarr", tmp_path / "run.pdf"
+    options = f"--data {text} --samples 2 --max-length 16 --bounds {bounds} --layers 1 --quiet"
+    out = said(f"compare {bert} {options} --out {run}")
+    assert "layer 1 of 2 counted from 0, 4 heads" in out
+    assert ("Yudin 2025, Thm 3" in out) == ("yudin" in bounds)
+    ds = lb.load(run)
+    assert ds.sizes == {"sample": 2, "layer": 1, "head": 4}
+    assert ds.attrs["command"].startswith("lipbound compare")
     for line in (
+        *(f"table {run} --format {form}" for form in ("text", "markdown", "latex", "csv")),
         f"table {run} --json",
-        f"heatmap {run} -o {tmp_path / 'run.pdf'}",
+        f"heatmap {run} -o {figure} --reduce 0.9 --scale panel",
         f"info {run}",
         f"cite {run} --format latex",
         f"verify {run} --places 1",
         f"report {run} -o {tmp_path / 'run.html'}",
     ):
-        status, _, err = command(line)
+        status, out, err = command(line)
         assert (status, err) == (0, ""), line
+        assert "--format" not in line or ("Castin" in out) == ("castin" in bounds), line
+    assert figure.stat().st_size > 1000

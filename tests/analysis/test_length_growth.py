@@ -9,7 +9,7 @@ import torch
 import transformers as tf
 import xarray as xr
 from castin2024 import least_bound_ratio
-from support.models import AFFINE, build
+from support.models import AFFINE, build, inputs_for
 
 import lipbound as lb
 from lipbound.analysis.length_growth import decoder, exponents, sequence_growth
@@ -50,7 +50,7 @@ def test_every_bound_is_above(study: xr.Dataset) -> None:
 
 def test_encoder_run_as_a_decoder() -> None:
     model = build(AFFINE["bert"])
-    ids = torch.randint(3, 60, (2, 9))
+    ids = inputs_for(model)["input_ids"]
     ready = tf.BertModel(tf.BertConfig(**{**model.config.to_dict(), "is_decoder": True}))
     ready.load_state_dict(model.state_dict())
     with decoder(model, True):

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from integration.test_readme import benchmark
 from support import elsewhere, far_device
 from support.versions import newer_torch
 
@@ -155,12 +154,7 @@ def test_the_benchmark_of_gpus(there: Call, tmp_path: Path) -> None:
     assert there(elsewhere.gpu_benchmark, tmp_path / "gpu.json") == 0
     found = json.loads((tmp_path / "gpu.json").read_text())
     assert found["device"].startswith(far_device.NAME)
-    gpu = benchmark("gpu")
-    assert list(found["layers"]) == [shape.name for shape in gpu.SMALL]
-    for row in found["layers"].values():
-        assert row["error"] <= row["width"] <= gpu.ENCLOSURE["tol"]
-        assert row["prototype_error"] <= 1e-5
-    assert all(row["apart"] <= 1e-3 for row in found["checkpoints"].values())
+    assert not found["failed"] + found["left_out"]
 
 
 def test_derivatives(there: Call) -> None:

@@ -64,15 +64,3 @@ def test_a_wrong_norm_is_found(
     assert prototype == "layers, plain, N = 24: prototype: RuntimeError: CUDA error: it is"
     assert lipbound.endswith("lipbound is below the exact norm")
     assert found["layers"]["plain, N = 24"]["kim_ms"] > 0
-
-
-def test_what_is_not_begun_in_time_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    gpu, out = benchmark("gpu"), tmp_path / "gpu.json"
-    assert gpu.main(["--device", "cpu", "--small", "--seconds", "-1", "--out", str(out)]) == 0
-    left_out = json.loads(out.read_text())["left_out"]
-    assert "layers, plain, N = 24: enclosure" in left_out
-    assert "checkpoints, builtin:gpt2: compare is left out" in capsys.readouterr().out
-    monkeypatch.setattr(measured, "BENCHMARKS", tmp_path)
-    assert "0 heads were computed again" in measured.gpu()

@@ -259,14 +259,6 @@ def test_rows_of_another_kind(checkpoint: Checkpoint, row: object) -> None:
         prepare(checkpoint, frame, max_length=8)
 
 
-def test_folders_of_tables_are_named_without_their_path(
-    checkpoint: Checkpoint, tmp_path: Path
-) -> None:
-    pd.DataFrame({"text": ["w1", "w2"]}).to_parquet(tmp_path / "test.parquet")
-    inputs = prepare(checkpoint, tmp_path, samples="all", max_length=8)
-    assert inputs.description == f"{tmp_path.name}, test split"
-
-
 def test_files_that_are_broken_or_not_there(checkpoint: Checkpoint, tmp_path: Path) -> None:
     """They are not sought on the hub."""
     (tmp_path / "here.txt").write_text("the ferry")
@@ -317,14 +309,3 @@ def test_special_tokens_leave_room(tmp_path: Path) -> None:
     inputs = prepare(checkpoint, ["w w w", "w"], max_length=3)
     assert inputs.batch["input_ids"].tolist() == [[2, 4, 3], [2, 4, 3]]
     assert inputs.preprocessing == "BertTokenizer, each text cut at 3 tokens"
-
-
-def test_a_tokenizer_of_no_class_of_its_own_is_called_by_whose_it_is(tmp_path: Path) -> None:
-    plain = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
-    tf.PreTrainedTokenizerFast(tokenizer_object=plain).save_pretrained(tmp_path / "words")
-    model = build(AFFINE["bert"])
-    model.save_pretrained(tmp_path / "words")
-    own = prepare(load_checkpoint(tmp_path / "words"), ["a b"], max_length=4)
-    other = prepare(load_checkpoint(model, tokenizer=tmp_path / "words"), ["a b"], max_length=4)
-    assert own.preprocessing.startswith("the model's tokenizer, ")
-    assert other.preprocessing.startswith("the tokenizer of words, ")

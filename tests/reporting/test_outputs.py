@@ -147,7 +147,7 @@ def test_panels_in_axes_of_ones_own(ds: xr.Dataset, tmp_path: Path) -> None:
     for name, exact in (("lipbound", "exact"), ("kim", "exact_l2")):
         assert min(abs(m / float((ds[name] / ds[exact]).median()) - 1) for m in medians) < 1e-9
     figure.savefig(tmp_path / "x.png")
-    for axes in (lb.plots.heatmap(ds), lb.plots.ratios(ds)):
+    for axes in (lb.plots.heatmap(ds), lb.plots.ratios(ds, bounds=["yudin"])):
         axes.figure.savefig(tmp_path / "y.png")
         assert axes.figure._repr_png_().startswith(b"\x89PNG")
 
@@ -167,14 +167,14 @@ def test_pgf_without_latex_says_what_is_missing(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LipboundError, match="needs pdflatex"):
-        lb.plots.heatmaps(ds, tmp_path / "x.pgf")
+        lb.plots.heatmaps(ds, tmp_path / "x.pgf", bounds=["yudin"])
 
 
 def test_hostile_text_is_text(ds: xr.Dataset, tmp_path: Path) -> None:
     other = ds.copy(deep=True)
     other.attrs["model"] = r"$\undefined{<script>&$"
     other["yudin"].attrs["label"] = "$x_"
-    lb.plots.heatmaps(other, tmp_path / "x.svg")
+    lb.plots.heatmaps(other, tmp_path / "x.svg", bounds=["yudin"])
 
 
 def test_one_head_one_layer_and_zero_norms(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_one_head_one_layer_and_zero_norms(tmp_path: Path) -> None:
     model = build(lambda: tf.BertModel(config))
     for parameter in model.encoder.layer[0].attention.self.value.parameters():
         parameter.data.zero_()
-    ds = lb.compare(model, inputs_for(model), progress=False)
+    ds = lb.compare(model, inputs_for(model), bounds=["yudin", "kim"], progress=False)
     assert float(ds["exact"].max()) == 0.0
     assert not ds.attrs["violations"]["yudin"]
     lb.plots.heatmaps(ds, tmp_path / "x.png")
