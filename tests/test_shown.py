@@ -53,11 +53,6 @@ def test_upper_ends_that_nobody_asked_for_are_no_failure(method: str) -> None:
     assert "not asked" not in repr(far)
 
 
-@pytest.mark.parametrize("module", [lb.plots, lb.tables, lb.regularizers, lb.bounds])
-def test_modules_list_what_is_public(module: object) -> None:
-    assert dir(module) == sorted(module.__all__)  # type: ignore[attr-defined]
-
-
 def test_what_penalties_do_not_cover_is_said_as_it_is() -> None:
     model = lb.load_checkpoint("builtin:llama").model
     words = "LlamaModel has no attention modules that say their number of heads", "rotary positions"

@@ -69,6 +69,7 @@ def test_bounds_are_as_loose_as_published(layers: list[LayerCapture]) -> None:
         assert 0.75 < geomean[name] / reference < 1.25, (name, geomean[name])
 
 
+@pytest.mark.slow
 def test_enclosures_are_as_narrow_as_asked(layers: list[LayerCapture]) -> None:
     for layer in layers:
         norm = spectral_norm(layer.attention, tol=1e-3, delta=1e-10 / 6)

@@ -30,7 +30,7 @@ PYTHON = [
 ]
 LINES = re.compile(r"^(?:    |\$ )(lipbound .*?)(?: #.*)?$", re.MULTILINE)
 COMMANDS = sorted({line for text in PAGES.values() for line in LINES.findall(text)})
-LONG = ("README.md", "start.md", "howto/diff.md")
+LONG = ("README.md", "start.md", "howto/diff.md", "howto/training.md")
 """Pages whose snippets take long."""
 ELSEWHERE = ("from_pretrained", "dask", "Trainer", "minilm.zarr")
 """What a snippet has that takes the hub, other processes, or a run that is not there."""

@@ -195,6 +195,8 @@ def test_runs_say_with_which_adapter_and_are_found_again(tmp_path: Path) -> None
     run = lb.compare(folder, inputs, adapter=adapter, bounds=["lipbound"], progress=False)
     plain = lb.compare(folder, inputs, bounds=["lipbound"], progress=False)
     assert not np.allclose(run["exact"], plain["exact"], rtol=1e-2)
+    diff = lb.diff(folder, folder, inputs=inputs, adapter=adapter, bounds=[], progress=False)
+    np.testing.assert_allclose(diff["ratio"], run["exact"] / plain["exact"], rtol=1e-6)
     assert run.attrs["model"] == f"{folder} with adapter {adapter}"
     assert run.attrs["revision"].startswith(plain.attrs["revision"] + "+sha256:")
     assert run.attrs["source"]["adapter"] == str(adapter)

@@ -19,11 +19,6 @@ from lipbound.reporting.styles import paper_height
 WIDTHS = ("column", "page", "slide")
 
 
-@pytest.fixture(scope="module")
-def ds(gpt2_run: xr.Dataset) -> xr.Dataset:
-    return gpt2_run.copy(deep=True)
-
-
 def extents(figure: Figure) -> list[tuple[str, tuple[float, float, float, float]]]:
     """Every visible text and where it is, in pixels."""
     figure.draw_without_rendering()
@@ -35,6 +30,7 @@ def extents(figure: Figure) -> list[tuple[str, tuple[float, float, float, float]
     return [(text.get_text(), text.get_window_extent().extents) for text in shown]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("options", [{}, {"scale": "panel"}, {"caption": True}])
 @pytest.mark.parametrize("width", WIDTHS)
 def test_nothing_is_cut_or_written_over(ds: xr.Dataset, width: str, options: dict) -> None:

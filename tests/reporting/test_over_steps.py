@@ -52,18 +52,6 @@ def test_quantities_that_a_run_over_steps_has_not(ds: xr.Dataset) -> None:
         lb.plots.over_steps(ds, "entropie")
 
 
-def test_ticks_are_steps_and_numbers_in_full(ds: xr.Dataset) -> None:
-    """Of one step there is one tick; of what hardly changes no offset stands apart."""
-    flat = ds.assign(entropy=2.548 + 1e-6 * ds["entropy"])
-    axes = lb.plots.over_steps(flat, "entropy")
-    assert [tick for tick in axes.get_xticks() if 0 <= tick <= 10] == [0, 2, 4, 6, 8, 10]
-    axes.figure.canvas.draw()
-    assert axes.yaxis.get_major_formatter().get_offset() == ""
-    axes = lb.plots.over_steps(ds.isel(step=[1]))
-    low, high = axes.get_xlim()
-    assert [tick for tick in axes.get_xticks() if low <= tick <= high] == [5]
-
-
 def test_tables_and_captions_are_of_the_last_step_or_say_which(ds: xr.Dataset) -> None:
     assert "after 10 steps of training" in run_caption(ds)
     assert "after 5 steps of training" in run_caption(ds.sel(step=5))

@@ -284,20 +284,13 @@ def test_runs_without_bounds_have_pages(bert: Path, text: Path, tmp_path: Path) 
         mean = lb.tables.table_of(ds).shown["geom. mean"].item()
         assert f"<td>{mean}</td>" in page
         assert f"<td>{mean}</td>" in (tmp_path / "both.html").read_text()
-        assert "bound / exact over" not in page
-        assert "and upper bounds on them" not in page
         assert ("as a function of its keys alone" in page) == (name == "keys")
-    assert any("left out, since the statement is of heads as" in note for note in run["notes"])
-    both = (tmp_path / "both.html").read_text()
-    assert "geometric means: exact constants</th>" in both
-    assert "as they enter the scores and a cache holds them; these are constants of" in both
     (run,) = data_of(tmp_path / "alone.html")
     assert run["panels"] == ["exact", "jacobian_frobenius", "jacobian_condition"]
     assert [len(scale["names"]) for scale in run["scales"]] == [1, 1, 1]
     shown = np.array(run["values"]["jacobian_frobenius"])
     np.testing.assert_allclose(shown, alone["jacobian_frobenius"], rtol=1e-5)
     assert len(run["details"]) == 2
-    assert any("Frobenius norm of the Jacobian: median" in note for note in run["notes"])
 
 
 def test_runs_side_by_side_have_daggers_and_tell_what_differs(

@@ -10,6 +10,7 @@ import pytest
 import xarray as xr
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.checks import refused
 from support.models import AFFINE, build, inputs_for
 from support.runs import made_up
 
@@ -21,11 +22,6 @@ HOSTILE = (
     "<script>alert(1)</script> | [x](javascript:y) $\\input{/etc/passwd}$ #_^~%&{} "
     "\x1b[31m\n\r\u202e\u2028@evil, \U0001f600"
 )
-
-
-@pytest.fixture(scope="module")
-def ds(gpt2_run: xr.Dataset) -> xr.Dataset:
-    return gpt2_run.copy(deep=True)
 
 
 @settings(deadline=None, max_examples=300, derandomize=True)
@@ -223,8 +219,7 @@ def test_whole_layers_have_no_heads(ds: xr.Dataset) -> None:
     layers = lb.compare(model, inputs_for(model), map="layer", bounds=["lipbound"], progress=False)
     assert list(lb.tables.breakdown(layers, "layer").index) == [0, 1]
     assert "samples:" in lb.tables.render(layers, by="layer")
-    with pytest.raises(lb.LipboundError, match="has no heads"):
-        lb.tables.breakdown(layers, "head")
+    refused(lambda: lb.tables.breakdown(layers, "head"), "has no heads")
     assert "2 layers)" not in citations.methods(layers, "text")
     assert "2 layers; weights" in citations.methods(layers, "text")
 
@@ -265,8 +260,7 @@ def test_a_run_says_itself_what_its_bounds_are(ds: xr.Dataset) -> None:
     own.attrs["bounds"] = [{"castin": "mine"}.get(name, name) for name in ds.attrs["bounds"]]
     own["mine"].attrs["caveat"] = "it is mine"
     assert "\u2020 Castin 2024, 3.3 (mine): it is mine" in lb.tables.render(own, bounds=["mine"])
-    with pytest.raises(lb.LipboundError, match="unknown bound 'mine'"):
-        citations.keys(own)  # there is nothing to cite
+    refused(lambda: citations.keys(own), "unknown bound 'mine'")
 
 
 def test_methods_say_the_settings_of_the_run(ds: xr.Dataset) -> None:
@@ -276,25 +270,16 @@ def test_methods_say_the_settings_of_the_run(ds: xr.Dataset) -> None:
         *found,
         *("lipbound 0.1.0", "2 layers x 4 heads", "torch 2.", ds.attrs["date"][:10]),
         f"2 samples of at most {ds.attrs['tokens']} tokens",
-        *(
-            "(float32 model)",
-            "enclosed to 0.001 with failure probability 1e-6",
-            "at least 1 - 1e-6",
-        ),
-        *("seed 0", "both with every rounding included"),
+        *("(float32 model)", "enclosed to 0.001 with failure probability 1e-6", "seed 0"),
         *("(Yudin et al. 2025)", "(Castin et al. 2024)"),
-        "is compared with the constant of L2 attention",
     ):
         assert part in text, part
     assert set(re.findall(r"\\cite\{(\w+)\}", typeset)) == set(citations.keys(ds))
     assert "$1 - 10^{-6}$" in typeset
     model, options = build(AFFINE["gpt2"]), {"bounds": ["yudin"], "progress": False}
     rough = lb.compare(model, inputs_for(model), delta=None, samples=1, **options)
-    said = citations.methods(rough, "text")
-    assert "lower ends, sought to 0.001. They are values that the norms attain, less" in said
-    assert "less every rounding, without upper ends" in said
-    assert "1 sample of" in said
-    assert "lower ends, sought to 0.001" in lb.tables.render(rough)
+    for said in (citations.methods(rough, "text"), lb.tables.render(rough)):
+        assert "lower ends, sought to 0.001" in said
 
 
 def test_below_exact_is_told(ds: xr.Dataset) -> None:
@@ -312,5 +297,4 @@ def test_citations_come_from_the_registry(ds: xr.Dataset) -> None:
     assert "\\input{" not in citations.cite(other, "latex")
     assert citations.keys(other) == citations.keys(ds)
     other.attrs["tol"] = "\\input{x}"
-    with pytest.raises(lb.LipboundError, match="its setting 'tol' is"):
-        citations.methods(other)
+    refused(lambda: citations.methods(other), "its setting 'tol' is")

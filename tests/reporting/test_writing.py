@@ -8,7 +8,6 @@ import sys
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 import xarray as xr
 from support.runs import made_up
@@ -17,7 +16,7 @@ from tueplots import bundles
 import lipbound as lb
 from lipbound.cli import main
 from lipbound.formatting import replacing
-from lipbound.reporting.styles import Drawing, look
+from lipbound.reporting.styles import look
 from lipbound.runs import store
 
 STYLES = [name for name in dir(bundles) if name[-4:].isdigit()]
@@ -144,20 +143,3 @@ def test_ratios_far_beyond_the_others_leave_the_axis(ds: xr.Dataset) -> None:
     nothing = far.copy(deep=True)
     nothing["exact"][...] = 0.0
     lb.plots.ratios(nothing).figure.savefig(io.BytesIO(), format="png")
-
-
-def test_colour_bars_of_one_value_have_legible_numbers(ds: xr.Dataset) -> None:
-    one = ds.isel(layer=[1], head=[1])
-    axes = lb.plots.heatmap(one, "yudin")
-    assert isinstance(axes.figure, Drawing)
-    axes.figure.draw_without_rendering()
-    bar = axes.figure.axes[1]
-    assert bar.xaxis.get_offset_text().get_text() == bar.yaxis.get_offset_text().get_text() == ""
-    infinite = ds.copy(deep=True)
-    infinite["yudin"][...] = np.inf
-    texts = [
-        text.get_text()
-        for panel in lb.plots.heatmaps(infinite, bounds=["yudin"]).axes
-        for text in panel.texts
-    ]
-    assert texts == ["above the scale:\n\u221e"]

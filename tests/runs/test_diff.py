@@ -371,17 +371,6 @@ def test_command_line(bert: Path, tuned: Path, text: Path, tmp_path: Path) -> No
         assert (status, "is a diff of two runs, and one run is wanted" in err) == (2, True)
 
 
-def test_what_makes_the_second_checkpoint_is_of_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Any] = []
-    monkeypatch.setattr(runs_diff, "_measured", lambda configs, *_: made.extend(configs) or ())
-    options = {"adapter": "lora", "revision": "main", "gguf_file": "x.gguf"}
-    with pytest.raises(TypeError):
-        lb.diff("base", "base", samples=3, **options)
-    found = [{name: getattr(config, name) for name in options} for config in made]
-    assert found == [dict.fromkeys(options), options]
-    assert [config.samples for config in made] == [3, 3]
-
-
 def test_runs_put_together_are_matched_place_by_place(
     whole: xr.Dataset, after: xr.Dataset, ds: xr.Dataset
 ) -> None:

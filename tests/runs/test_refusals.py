@@ -17,8 +17,6 @@ CONFIGURATIONS: list[tuple[dict[str, Any], str]] = [
     ({"bounds": "yudn"}, "did you mean"),
     ({"map": "layers"}, "did you mean 'layer'"),
     ({"map": "layer", "bounds": "kim"}, "use map='head' or leave it out"),
-    ({"tol": 0}, "tol is 0"),
-    ({"exact_samples": 0}, "exact_samples is 0"),
     ({"resume": True}, "needs out"),
     *(({"memory": size}, "4GB") for size in ("much", 0, -1, "4XB")),
     ({"norm": "every-tokn"}, "did you mean 'every-token'"),
@@ -32,7 +30,6 @@ CONFIGURATIONS: list[tuple[dict[str, Any], str]] = [
     ({"wrt": "values", "bounds": "yudin"}, "'yudin' is stated for heads as functions of"),
     ({"wrt": "keys", "norm": "one-token"}, "has exact norms for norm='frobenius' alone"),
     ({"extras": "frob"}, "unknown extra 'frob'; did you mean 'frobenius'"),
-    ({"extras": 3}, "extras is 3; give names"),
     ({"extras": "frobenius", "norm": "one-token"}, "extras are of norm='frobenius'"),
     ({"extras": "frobenius", "map": "residual"}, "extras are of norm='frobenius'"),
 ]
