@@ -3,7 +3,6 @@
 import dataclasses
 import inspect
 import re
-import shlex
 from pathlib import Path
 
 import numpy as np
@@ -130,20 +129,6 @@ def test_what_is_taken_otherwise_is_told() -> None:
         ds = lb.compare("builtin:gpt2", bounds="castin", layers=[-1, 0], memory=4, **QUICK)
     assert 5 in ds["layer"].values
     assert any(re.search(words[1], note) for note in ds.attrs["notes"])
-
-
-def test_the_hint_after_saving_can_be_pasted(tmp_path: Path) -> None:
-    run = tmp_path / "my run.zarr"
-    out = said(f"compare builtin:gpt2 {QUICKLY} --out '{run}'")
-    hint = out.strip().rpartition("draw it with: ")[2]
-    assert shlex.split(hint)[:3] == ["lipbound", "heatmap", str(run)]
-
-
-def test_what_an_interruption_finds_where_the_run_is_saved(tmp_path: Path) -> None:
-    blocks_in = measuring.blocks_in
-    assert blocks_in(None) == "nothing was kept, since there was no --out"
-    assert blocks_in(tmp_path / "run.zarr") == "nothing was measured yet"
-    assert blocks_in(tmp_path) == f"the run is finished and saved in {tmp_path}"
 
 
 # -- exact norms alone -----------------------------------------------------------------------------

@@ -61,13 +61,11 @@ def test_info_says_what_a_run_holds(run: Path, tmp_path: Path) -> None:
         assert found[name] == ds.attrs[name]
     assert found["layers"] == ds["layer"].values.tolist()
     assert found["exact to"] == float(ds["exact"].max())
-    assert found["bytes at once"] == ds.attrs["block_bytes"] > 1e4
     assert found["checksums"] == "hold"
     files = (file for file in run.rglob("*") if file.is_file())
     assert found["bytes on disk"] == sum(file.stat().st_size for file in files)
     text = said(f"info {run}")
     assert f"model             {ds.attrs['model']}\n" in text
-    assert "bounds            yudin, castin, lipbound\n" in text
     edited = ds.copy(deep=True)
     edited["yudin"][0, 0, 0] *= 2
     edited.to_zarr(tmp_path / "edited.zarr", consolidated=False)
@@ -111,12 +109,8 @@ def test_values_are_tables_in_notebooks(run: Path) -> None:
     assert f">{float(norm.lower[1, 2]):.6g}<".rstrip("0<") in html
     many = lb.Norm(*(torch.ones(40, 3, dtype=torch.float64) for _ in range(5)))
     assert "and 96 more rows" in many._repr_html_()
-    layer = att._repr_html_()
-    assert '<td style="text-align: left">3</td>' in layer  # heads
-    assert "b_q" in layer
-    bound = lb.bounds.get("yudin")._repr_html_()
-    assert "<math " in bound
-    assert "Theorem 3 with Remark 2" in bound
+    assert "b_q" in att._repr_html_()
+    assert "<math " in lb.bounds.get("yudin")._repr_html_()
     ds = lb.load(run)
     ds["yudin"].attrs["label"] = "<script>"
     table = lb.tables.table_of(ds)._repr_html_()

@@ -14,7 +14,6 @@ from support.checks import normal, refused
 from yudin2025 import consequences
 
 import lipbound as lb
-from lipbound.models.readers import stream
 from lipbound.runs import store
 
 GROWTH = ("castin-1", "castin-6")
@@ -57,24 +56,6 @@ def test_growth_figure_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "median exponent is" in figure_named("castin-1").caption(ds)
     figure_named("castin-1").render(ds, tmp_path)
     figure_named("castin-6").render(ds, tmp_path)
-
-
-@pytest.mark.parametrize("model", ["builtin:minilm", "builtin:gpt2"])
-def test_the_text_that_comes_along_is_long_enough_for_growth(
-    model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taken = []
-
-    def study(
-        model: str, data: None, *, lengths: tuple[int, ...], sequences: int, **_: object
-    ) -> None:
-        taken.append(stream(lb.load_checkpoint(model), data, sequences * sum(lengths))[0])
-        raise InterruptedError
-
-    monkeypatch.setattr(castin2024, "sequence_growth", study)
-    with pytest.raises(InterruptedError):
-        figure_named("castin-1").compute(Setting(model))
-    assert taken[0].numel() > 500
 
 
 def test_list_and_unknown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -83,11 +83,6 @@ def test_the_guides_example(monkeypatch: pytest.MonkeyPatch) -> None:
     assert THEIRS.flash_attn_func is flash_attn_func
 
 
-def test_without_it_nothing_is_seen() -> None:
-    with pytest.raises(lb.errors.CaptureError, match="no attention that can be captured"):
-        Capturer(build(Flash)).run({"x": X})
-
-
 GQA = newer_torch("2.5", "scaled_dot_product_attention has no enable_gqa")
 NAME = "mine"
 

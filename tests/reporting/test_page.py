@@ -310,7 +310,6 @@ def test_runs_side_by_side_have_daggers_and_tell_what_differs(
     notices = re.findall(r'<p class="notice">(.*?)</p>', page)
     differ = [line.split(":")[0] for line in notices if "differ" in line]
     assert differ == ["Lengths in tokens differ"]
-    assert re.search(r"at most 12 in .*, 6 in ", notices[0])
     report([ds, ds], tmp_path / "same.html", details=False)
     same = (tmp_path / "same.html").read_text()
     assert "differ:" not in re.sub(r"<script.*?</script>", "", same, flags=re.DOTALL)

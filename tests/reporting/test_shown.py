@@ -186,8 +186,6 @@ def test_labels_are_the_users(ds: xr.Dataset) -> None:
     mine |= {"model": "MiniLM", "data": "Alice"}
     table = tables.render(ds, "latex", labels=mine)
     assert "This 50\\% work & " in table
-    assert "Yudin et al. & " in table
-    assert "MiniLM (builtin:minilm, BertModel" in tables.render(ds, labels=mine)
     for text in (
         plots.caption(ds, labels=mine),
         citations.methods(ds, "text", labels=mine),
@@ -195,16 +193,11 @@ def test_labels_are_the_users(ds: xr.Dataset) -> None:
     ):
         assert "MiniLM (" in text
         assert "Alice" in text
-        assert "the text that comes with" not in text
-    assert "Norm, Castin 2024, C.3, This 50% work" in plots.caption(ds, labels=mine)
     drawn = [axes for axes in plots.heatmaps(ds, labels=mine).axes if axes.images]
     assert {mine[k] for k in ("exact", "lipbound", "yudin")} <= {
         axes.get_title().split("\n")[0] for axes in drawn
     }
-    rows = plots.ratios(ds, labels=mine).get_yticklabels()
-    assert mine["lipbound"] in [label.get_text() for label in rows]
     assert "edited" not in tables.render(ds, labels=mine)  # what it is called is no setting
-    assert ds["lipbound"].attrs["label"] == "lipbound"
 
 
 def test_without_bounds_the_table_is_of_exact_norms(ds: xr.Dataset) -> None:
