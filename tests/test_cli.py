@@ -3,7 +3,6 @@
 import dataclasses
 import inspect
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ QUICK = {"samples": 1, "max_length": 8, "progress": False}
 QUICKLY = "--samples 1 --max-length 8 --layers 0 --bounds castin --quiet"
 
 
-def test_bounds_are_listed() -> None:
+def test_bounds_are_listed():
     out = said("bounds")
     for name in lb.bounds.names(None):
         # folded to the terminal
@@ -30,7 +29,7 @@ def test_bounds_are_listed() -> None:
         assert out.count(f"norm: {norm} (") == len(lb.bounds.names(norm))
 
 
-def test_errors_in_full_where_they_are_asked_for() -> None:
+def test_errors_in_full_where_they_are_asked_for():
     status, _, err = command("--debug compare builtin:gpt3")
     assert (status, "Traceback" in err) == (2, True)
 
@@ -38,7 +37,7 @@ def test_errors_in_full_where_they_are_asked_for() -> None:
 # -- options and their help ------------------------------------------------------------------------
 
 
-def test_every_command_has_help_with_an_example() -> None:
+def test_every_command_has_help_with_an_example():
     for one in cli.app.registered_commands:
         assert (one.epilog or "").startswith("Example: lipbound "), one.callback
         assert one.callback is not None
@@ -49,7 +48,7 @@ def test_every_command_has_help_with_an_example() -> None:
     assert "Then a table per bound lacks, in this order, max, min," in (table.help or "")
 
 
-def test_options_are_those_of_the_configuration() -> None:
+def test_options_are_those_of_the_configuration():
     """The same names, types and defaults in the signature, the configuration and the command."""
     config = {field.name: field for field in dataclasses.fields(RunConfig)}
     signature = inspect.signature(lb.compare).parameters
@@ -62,13 +61,13 @@ def test_options_are_those_of_the_configuration() -> None:
         assert str(signature[name].annotation) in (field.type, "Any"), name
 
 
-def described(docstring: str, section: str) -> dict[str, str]:
+def described(docstring, section):
     """Names and their descriptions in a section of a docstring."""
     text = inspect.cleandoc(docstring).partition(f"\n{section}:\n")[2].partition("\n\n")[0]
     return dict(re.findall(r"^    (\w+): (.+(?:\n        .+)*)", text, re.M))
 
 
-def test_every_option_is_documented_once_and_helped() -> None:
+def test_every_option_is_documented_once_and_helped():
     options = [field.name for field in dataclasses.fields(RunConfig)]
     help = described(RunConfig.__doc__ or "", "Attributes")
     assert list(help) == options
@@ -105,9 +104,7 @@ def test_every_option_is_documented_once_and_helped() -> None:
         ("compare builtin:gpt2 --norm every-token --delta 1e-3", "delta is 0.001, which norm="),
     ],
 )
-def test_mistakes_are_named_before_anything_is_loaded(
-    line: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mistakes_are_named_before_anything_is_loaded(line, words, tmp_path, monkeypatch):
     (tmp_path / "sweep.yaml").write_text("model: builtin:gpt2\n")
     monkeypatch.chdir(tmp_path)
     loaded = pytest.fail
@@ -118,12 +115,12 @@ def test_mistakes_are_named_before_anything_is_loaded(
     assert [path.name for path in tmp_path.iterdir()] == ["sweep.yaml"]
 
 
-def test_without_a_command_the_help_is_shown_and_nothing_else() -> None:
+def test_without_a_command_the_help_is_shown_and_nothing_else():
     status, out, err = command("")
     assert (status, err, "compare" in out) == (2, "", True)
 
 
-def test_what_is_taken_otherwise_is_told() -> None:
+def test_what_is_taken_otherwise_is_told():
     words = "memory is 4 bytes, .* measured one at a time; write '4GB'", "here .*5"
     with pytest.warns(lb.Notice, match=words[0]), pytest.warns(lb.Notice, match=words[1]):
         ds = lb.compare("builtin:gpt2", bounds="castin", layers=[-1, 0], memory=4, **QUICK)
@@ -134,7 +131,7 @@ def test_what_is_taken_otherwise_is_told() -> None:
 # -- exact norms alone -----------------------------------------------------------------------------
 
 
-def test_no_bounds_are_exact_norms_alone() -> None:
+def test_no_bounds_are_exact_norms_alone():
     for bounds in ("none", "exact", []):
         assert RunConfig("m", bounds=bounds).names == []
     ds, other = (
@@ -150,7 +147,7 @@ def test_no_bounds_are_exact_norms_alone() -> None:
 
 
 @pytest.mark.parametrize("bounds", ["exact", "yudin,castin"])
-def test_a_run_goes_everywhere(bounds: str, bert: Path, text: Path, tmp_path: Path) -> None:
+def test_a_run_goes_everywhere(bounds, bert, text, tmp_path):
     """With bounds, and of exact norms alone."""
     run, figure = tmp_path / "run.zarr", tmp_path / "run.pdf"
     options = f"--data {text} --samples 2 --max-length 16 --bounds {bounds} --layers 1 --quiet"

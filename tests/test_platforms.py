@@ -34,7 +34,7 @@ MODULES = set("crypt fcntl grp nis posix pty pwd resource syslog termios tty".sp
 def asked_of_some_systems(source: str) -> set[str]:
     """What code uses that some systems lack; what it looks for by `hasattr` first does
     not count."""
-    found: set[str] = set()
+    found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             module, name = node.value.id, node.attr

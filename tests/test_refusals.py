@@ -74,17 +74,17 @@ PENALTIES: list[tuple[Call, str]] = [
     (lambda: JaSMin(1), "k is 1"),
     (lambda: JaSMin(0, "sum"), "unknown reduction"),
     (lambda: JaSMin()([]), "no attentions"),
-    (lambda: JaSMin()(P), "give a list"),  # type: ignore[arg-type]
-    (lambda: JaSMin()((None, None)), "attentions is None"),  # type: ignore[arg-type]
+    (lambda: JaSMin()(P), "give a list"),
+    (lambda: JaSMin()((None, None)), "attentions is None"),
     (lambda: JaSMin()([torch.ones(2, 2)]), "has shape"),
     (lambda: JaSMin()([P], torch.ones(1, 3)), "need (1, 2)"),
-    (lambda: JaSMin()([P], [1, 1]), "valid is [1, 1]"),  # type: ignore[arg-type]
-    (lambda: JaSMin()(3), "list"),  # type: ignore[arg-type]
+    (lambda: JaSMin()([P], [1, 1]), "valid is [1, 1]"),
+    (lambda: JaSMin()(3), "list"),
     (lambda: SoundPenalty("yudin"), "unknown penalty bound"),
     (lambda: SoundPenalty()([]), "no layers"),
     *calls(ExactNorm, *(({"tol": tol}, "tol is") for tol in (0, 1, "small", True))),
     (lambda: ExactNorm()([]), "no layers"),
-    (lambda: ExactNorm()([torch.ones(2)]), "ExactNorm"),  # type: ignore[list-item]
+    (lambda: ExactNorm()([torch.ones(2)]), "ExactNorm"),
     (lambda: Specformer(0, 0, 0)(build(AFFINE["bert"])), "nothing to penalise"),
     (lambda: projections(torch.nn.Linear(2, 2)), "projections called query/key/value, "),
     *((partial(Specformer(1, 1, 1), x), "give a loaded transformers model") for x in NO_MODELS),

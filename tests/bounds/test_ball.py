@@ -16,7 +16,6 @@ from support.oracles import dense_jacobians, oracle
 from support.reference import head_function
 from support.strategies import examples, part
 from support.variants import MASKS, layer
-from torch import Tensor
 
 import lipbound as lb
 from lipbound.attention.variants.qk_norm import QKNorm
@@ -32,17 +31,17 @@ SINGLE = ("rotation", "norm", "together", "cap", "sinks")
 WITH_RADIUS = [name for name in lb.bounds.names() if lb.bounds.get(name).ball is not None]
 
 
-def variant(has: str, seed: int, **options) -> lb.Attention:
+def variant(has, seed, **options):
     """A small layer with variants."""
     return layer(seed, frozenset(has.split()), **options)
 
 
-def size_of(att: lb.Attention) -> float:
+def size_of(att):
     """The mean length of a token."""
     return float(att.x.norm(dim=-1).mean())
 
 
-def moves(x: Tensor, radius: float, ball: str, count: int, seed: int) -> Tensor:
+def moves(x, radius, ball, count, seed):
     """Moves on the sphere around inputs (..., N, D), (count, ..., N, D); in every third of them one
     token moves alone."""
     found = normal(seed)(count, *x.shape)
@@ -51,7 +50,7 @@ def moves(x: Tensor, radius: float, ball: str, count: int, seed: int) -> Tensor:
     return unit(found, ball) * radius * (1 - 1e-12)
 
 
-def dense(att: lb.Attention) -> Tensor:
+def dense(att):
     """Autograd Jacobians of the definition, of all heads at all inputs without padding, (samples,
     heads, N d_v, N D)."""
     if not att.variants:
@@ -61,7 +60,7 @@ def dense(att: lb.Attention) -> Tensor:
     return found.flatten(4).flatten(2, 3)
 
 
-def norms_at(att: lb.Attention, points: Tensor) -> Tensor:
+def norms_at(att, points):
     """Of all heads at inputs (count, N, D), (count, heads)."""
     return torch.linalg.matrix_norm(dense(att.at(points)), 2)
 
@@ -69,7 +68,7 @@ def norms_at(att: lb.Attention, points: Tensor) -> Tensor:
 # -- points of the ball ----------------------------------------------------------------------------
 
 
-def hold(one: lb.Attention, radius: float, ball: str, seed: int, points: int) -> None:
+def hold(one, radius, ball, seed, points):
     """Rows of the softmax, the change of J and J itself, of one sample without padding."""
     centre, n = Centre(one), one.tokens
     low, up, _ = centre.reach(radius, ball)
@@ -87,7 +86,7 @@ def hold(one: lb.Attention, radius: float, ball: str, seed: int, points: int) ->
 
 
 @pytest.mark.parametrize("seed", range(14))
-def test_small_layers_at_points_of_the_ball(seed: int) -> None:
+def test_small_layers_at_points_of_the_ball(seed):
     att, ball, radius = small_layer(seed, samples=1, heads=3)
     hold(att, radius, ball, seed, 12)
 
@@ -96,7 +95,7 @@ def test_small_layers_at_points_of_the_ball(seed: int) -> None:
 @BALLS
 @pytest.mark.parametrize("relative", [1e-4, 0.03, 1.0])
 @pytest.mark.parametrize("kind", [*KINDS, *HAS])
-def test_layers_at_points_of_the_ball(kind: str, relative: float, ball: str) -> None:
+def test_layers_at_points_of_the_ball(kind, relative, ball):
     if kind in KINDS:
         layers = [random_attention(kind, seed=5).unpadded(s) for s in (0, 1)]
     else:
@@ -107,14 +106,14 @@ def test_layers_at_points_of_the_ball(kind: str, relative: float, ball: str) -> 
         hold(att, relative * size_of(att), ball, seed, 30 if kind in KINDS else 12)
 
 
-def inside(att: lb.Attention, ball: str, radius: float, count: int, seed: int) -> Tensor:
+def inside(att, ball, radius, count, seed):
     """Inputs of the ball around an unpadded layer, half of them on its boundary, (count, N, D)."""
     part = torch.rand(count, 1, 1, generator=torch.Generator().manual_seed(seed)).double()
     part[::2] = 1
     return att.x + part * moves(att.x[0], radius, ball, count, seed)
 
 
-def steepest(one: lb.Attention, h: int, top: lb.Norm) -> Tensor:
+def steepest(one, h, top):
     """Of the norm of one head by the inputs, (1, N, D)."""
     x = one.x.clone().requires_grad_()
     op = lb.HeadJacobian(one.select(heads=slice(h, h + 1)).at(x))
@@ -139,9 +138,7 @@ def steepest(one: lb.Attention, h: int, top: lb.Norm) -> Tensor:
     radius=st.sampled_from([0.0, 1e-4, 1e-2, 0.1, 0.5, 2.0, 10.0]),
     ball=st.sampled_from(("token", "frobenius")),
 )
-def test_no_point_of_the_ball_is_above(
-    seed: int, has: frozenset[str], options: dict, radius: float, ball: str
-) -> None:
+def test_no_point_of_the_ball_is_above(seed, has, options, radius, ball):
     one = layer(seed, has, **options).unpadded(1).select(heads=slice(0, 2))
     bound = lb.bounds.over_ball(one, radius, ball=ball)[0]
     top = lb.spectral_norm(one, tol=1e-6, vectors=True)
@@ -158,7 +155,7 @@ def test_no_point_of_the_ball_is_above(
 @pytest.mark.each_value
 @pytest.mark.parametrize("has", ["rotation", "cap", "sinks", "rotation sinks"])
 @BALLS
-def test_keys_and_values_far_from_zero(has: str, ball: str) -> None:
+def test_keys_and_values_far_from_zero(has, ball):
     draw, b_v = normal(6), torch.full((3, 3), 1e3).double()
     att = variant(has, 6, biases=False)
     att = changed(att, b_q=draw(3, 4), b_k=40 * draw(3, 4), b_v=b_v).unpadded(0)
@@ -170,7 +167,7 @@ def test_keys_and_values_far_from_zero(has: str, ball: str) -> None:
 # -- adversary and ascent --------------------------------------------------------------------------
 
 
-def attacked(att: lb.Attention, radius: float, ball: str, steps: int, starts: int) -> Tensor:
+def attacked(att, radius, ball, steps, starts):
     """What the adversary says it has reached, which is the norm there, in the ball, and no bound is
     below it."""
     found = lb.attack(att, radius, ball=ball, steps=steps, starts=starts)
@@ -190,7 +187,7 @@ def attacked(att: lb.Attention, radius: float, ball: str, steps: int, starts: in
 
 @pytest.mark.each_value(kind=HARD)
 @BALLS
-def test_the_adversary_attains_its_norm(kind: str, ball: str) -> None:
+def test_the_adversary_attains_its_norm(kind, ball):
     """12 kinds x 6 heads x 3 radii x 2 norms: 432 heads; of `make test` the largest radius."""
     att = random_attention(kind, seed=3)
     exact = oracle(att)
@@ -208,7 +205,7 @@ ATTACKED = [
 
 @pytest.mark.each_value
 @pytest.mark.parametrize(("has", "mask", "ball"), ATTACKED)
-def test_the_adversary_on_every_variant(has: str, mask: str, ball: str) -> None:
+def test_the_adversary_on_every_variant(has, mask, ball):
     # one head of each would leave their order untested
     att = variant(has, 7, mask=mask, scale=0.7).select(heads=slice(0, 2))
     exact = oracle(att)
@@ -221,15 +218,13 @@ def test_the_adversary_on_every_variant(has: str, mask: str, ball: str) -> None:
 @pytest.mark.each_value
 @BALLS
 @pytest.mark.parametrize("relative", [1e-7, 1e-6, 1e-4])
-def test_float32_attacks_stay_in_the_ball(ball: str, relative: float) -> None:
+def test_float32_attacks_stay_in_the_ball(ball, relative):
     att = random_attention("biases", dtype=torch.float32)
     attacked(att, relative * size_of(att), ball, 6, 2)
 
 
 @pytest.mark.parametrize(("ball", "seed", "head"), [("frobenius", 0, (1, 0)), ("token", 1, (1, 1))])
-def test_the_adversary_turns_sharp_queries_to_other_keys(
-    ball: str, seed: int, head: tuple[int, int]
-) -> None:
+def test_the_adversary_turns_sharp_queries_to_other_keys(ball, seed, head):
     """Where attention is nearly one-hot, J does not change at first, and grows by factors once
     another key is reached."""
     att = random_attention("sharp", seed=seed)
@@ -241,7 +236,7 @@ def test_the_adversary_turns_sharp_queries_to_other_keys(
     assert bool((found <= lb.bounds.over_ball(att, radius, ball=ball) * HOLDS).all())
 
 
-def test_the_adversary_climbs() -> None:
+def test_the_adversary_climbs():
     att = random_attention("plain")
     assert bool((lb.attack(att, 0.5, steps=8).norm > 1.02 * oracle(att)).all())
 
@@ -249,7 +244,7 @@ def test_the_adversary_climbs() -> None:
 @pytest.mark.parametrize(
     "seed", [pytest.param(seed, marks=pytest.mark.slow if seed >= 8 else ()) for seed in range(20)]
 )
-def test_no_ascent_gets_above(seed: int) -> None:
+def test_no_ascent_gets_above(seed):
     """20 layers x 20 heads; 5,000 of them in benchmarks/balls.py."""
     att, ball, radius = small_layer(seed)
     found = climb(att, radius, ball, steps=8, seed=seed)
@@ -260,7 +255,7 @@ def test_no_ascent_gets_above(seed: int) -> None:
 
 @BALLS
 @pytest.mark.parametrize("kind", ["one_token", "duplicates", "flat", "no_query", "sharp"])
-def test_degenerate_layers(kind: str, ball: str) -> None:
+def test_degenerate_layers(kind, ball):
     att, radii = random_attention(kind), [0.0, 1e-300, 1e-12, 1e-3, 1e3, 1e60]
     values = lb.bounds.over_ball(att, radii, ball=ball)
     assert bool(torch.isfinite(values).all())
@@ -276,7 +271,7 @@ def test_degenerate_layers(kind: str, ball: str) -> None:
     [*SINGLE, "norm rotation sinks", "together rotation cap"],
 )
 @pytest.mark.parametrize("mask", ["none", "padded"])
-def test_gradients_are_those_of_the_norm(has: str, mask: str) -> None:
+def test_gradients_are_those_of_the_norm(has, mask):
     """Of u^T J(X) v at the top singular pair, against differences of norms of dense Jacobians."""
     att = variant(has, 7, mask=mask).unpadded(1).select(heads=slice(1, 2))
     gradient = steepest(att, 0, lb.spectral_norm(att, tol=1e-12, vectors=True))
@@ -287,7 +282,7 @@ def test_gradients_are_those_of_the_norm(has: str, mask: str) -> None:
     assert float((gradient * e).sum()) == pytest.approx(difference, rel=1e-7, abs=1e-8)
 
 
-def test_gradients_of_saturated_caps_are_numbers() -> None:
+def test_gradients_of_saturated_caps_are_numbers():
     att = layer(0, frozenset({"cap"}), scale=100.0)
     x = att.x.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(att.at(x).weights.sum(), x)
@@ -303,7 +298,7 @@ CENTRES += [("rotation", "token"), ("rotation sinks", "frobenius")]
 CENTRES += [("cap", "frobenius"), ("cap sinks", "token")]
 
 
-def of_name(name: str) -> lb.Attention:
+def of_name(name):
     """A layer of a kind, or with variants."""
     has = frozenset(name.split())
     return random_attention(name) if name in KINDS else layer(9, has, mask="causal")
@@ -311,7 +306,7 @@ def of_name(name: str) -> lb.Attention:
 
 @pytest.mark.each_value(name=(*HARD, "rotation", "rotation sinks", "cap", "cap sinks"))
 @pytest.mark.parametrize(("name", "ball"), CENTRES)
-def test_radius_zero_is_the_point_and_bounds_grow(name: str, ball: str) -> None:
+def test_radius_zero_is_the_point_and_bounds_grow(name, ball):
     att, radii = of_name(name), [0.0, 1e-7, 1e-4, 1e-2, 0.3, 3.0, 100.0, 1e60]
     exact, ours = oracle(att), lb.bounds.get("lipbound")(att)
     value = lb.bounds.over_ball(att, radii, ball=ball, at="lipbound")
@@ -331,14 +326,14 @@ def test_radius_zero_is_the_point_and_bounds_grow(name: str, ball: str) -> None:
             close(value, point)
 
 
-def test_radii_come_as_any_number() -> None:
+def test_radii_come_as_any_number():
     att = random_attention("plain")
     value = lb.bounds.over_ball(att, 0.25)
     assert torch.equal(lb.bounds.over_ball(att, torch.tensor(0.25)), value)
     assert torch.equal(lb.bounds.over_ball(att, torch.tensor([0.25]))[..., 0], value)
 
 
-def test_neutral_variants_have_nearly_the_plain_bound() -> None:
+def test_neutral_variants_have_nearly_the_plain_bound():
     """With a rotation less is known of queries that move, with a sink it counts as one more key."""
     plain = layer(1, frozenset())
     still = changed(plain, rotation=Rotation.of_angles(torch.zeros(plain.tokens, 2)))
@@ -354,7 +349,7 @@ def test_neutral_variants_have_nearly_the_plain_bound() -> None:
 # -- the parts of a bound --------------------------------------------------------------------------
 
 
-def test_softmax_interval_is_attained_at_corners() -> None:
+def test_softmax_interval_is_attained_at_corners():
     scores = torch.tensor([[0.0, 1.0, -2.0, float("-inf")]], dtype=torch.float64)
     tau = torch.tensor([[0.5, 0.1, 2.0, 1.0]], dtype=torch.float64)
     low, high = over_balls.softmax_interval(scores, tau)
@@ -365,7 +360,7 @@ def test_softmax_interval_is_attained_at_corners() -> None:
     assert float(low[0, 3]) == float(high[0, 3]) == 0
 
 
-def test_intervals_reach_zero_where_scores_are_far_apart() -> None:
+def test_intervals_reach_zero_where_scores_are_far_apart():
     """Two one-hot tokens that a wide ball lets tie: the norm there is far above what rows that stay
     one-hot would allow."""
     scores, tau = torch.tensor([[[0.0, -1.0]], [[1600.0, 800.0]]], dtype=torch.float64)
@@ -381,7 +376,7 @@ def test_intervals_reach_zero_where_scores_are_far_apart() -> None:
 
 @BALLS
 @pytest.mark.parametrize("seed", [0, 1, 2, 4, 5, 6])  # 3 has no queries
-def test_queries_that_all_move_the_worst_way_stay_below(seed: int, ball: str) -> None:
+def test_queries_that_all_move_the_worst_way_stay_below(seed, ball):
     """All in step along one direction, or the one of largest weight alone; the sum is nearly
     reached where this is the worst that there is."""
     att, _, radius = small_layer(seed, samples=1, heads=3)
@@ -406,7 +401,7 @@ def test_queries_that_all_move_the_worst_way_stay_below(seed: int, ball: str) ->
 
 
 @pytest.mark.parametrize("kind", HARD)
-def test_sums_over_pairs_are_those_of_dense_matrices(kind: str) -> None:
+def test_sums_over_pairs_are_those_of_dense_matrices(kind):
     one = random_attention(kind).unpadded(1)
     centre, heads = Centre(one), Heads(one)
     p, apart, qt, kt, _ = heads.parts(heads.x)
@@ -422,7 +417,7 @@ def test_sums_over_pairs_are_those_of_dense_matrices(kind: str) -> None:
         assert bool(((found * HOLDS >= exact) & (found <= most)).all())
 
 
-def test_norms_of_turned_products() -> None:
+def test_norms_of_turned_products():
     """At least all of them; no more than the largest where turns depend on distances."""
     for positions in (torch.arange(7.0), torch.tensor([0.0, 5.0, 1.0, 9.0, 2.0, 2.5, 30.0])):
         turn = Rotation.of_angles(positions[:, None] * torch.tensor([1.0, 0.1]))
@@ -441,7 +436,7 @@ def test_norms_of_turned_products() -> None:
 # -- curves, and the layer at other inputs ---------------------------------------------------------
 
 
-def test_curves_bracket() -> None:
+def test_curves_bracket():
     att = random_attention("biases").select(slice(0, 1))
     ds = lb.radius_curve(att, [0.0, 0.1, 1.0], steps=4, starts=2)
     assert ds["over_ball"].dims == ("sample", "head", "radius")
@@ -457,7 +452,7 @@ def test_curves_bracket() -> None:
     refused(curve, "does not cover rotary", error=lb.errors.AttentionError)
 
 
-def test_normalised_queries_and_keys_have_no_bound_over_balls() -> None:
+def test_normalised_queries_and_keys_have_no_bound_over_balls():
     att = layer(1, frozenset({"norm", "rotation"}))
     for call in (
         partial(lb.bounds.over_ball, att, 0.1),
@@ -468,7 +463,7 @@ def test_normalised_queries_and_keys_have_no_bound_over_balls() -> None:
     assert set(lb.radius_curve(att, [0.0, 0.1], steps=2, starts=1)) == {"adversary"}
 
 
-def test_the_layer_at_other_inputs() -> None:
+def test_the_layer_at_other_inputs():
     att = layer(4, frozenset({"rotation", "together", "cap", "sinks"}), mask="padded")
     close(oracle(att.at(att.x)), oracle(att))
     more = torch.cat([att.x, att.x])[:3]

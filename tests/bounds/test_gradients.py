@@ -1,8 +1,6 @@
 """Derivatives of bounds: against differences, at kinks, and where rows saturate."""
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +9,6 @@ from support.checks import gradients, normal, normal_layer, refused, slopes
 from support.hard_heads import sink_token
 from support.layers import HARD, changed, random_attention
 from support.variants import layer
-from torch import Tensor
 
 import lipbound as lb
 from lipbound.bounds.ours import block_norms, pairwise, pairwise_variants
@@ -28,7 +25,7 @@ TOKENS = [
 
 
 @pytest.fixture
-def tight(monkeypatch: pytest.MonkeyPatch) -> None:
+def tight(monkeypatch):
     """Values that are smooth enough for differences: norms to 1e-12, products in float64."""
     for module in (block_norms, pairwise, pairwise_variants):
         monkeypatch.setattr(module, "RTOL", 1e-12)
@@ -44,7 +41,7 @@ COVERED += [(has, name) for has in TURNED for name in WITH_VARIANTS]
 
 @pytest.mark.usefixtures("tight")
 @pytest.mark.parametrize(("kind", "name"), COVERED)
-def test_bounds_of_papers_and_in_norms_of_tokens(kind: str, name: str) -> None:
+def test_bounds_of_papers_and_in_norms_of_tokens(kind, name):
     bound = lb.bounds.get(name)
     att = layer(0, frozenset(kind.split())) if kind in TURNED else random_attention(kind)
     if bound(att).isinf().any():  # the mean-field bound of steep heads: smaller ones have a number
@@ -53,7 +50,7 @@ def test_bounds_of_papers_and_in_norms_of_tokens(kind: str, name: str) -> None:
     assert exact == pytest.approx(difference, rel=1e-4, abs=1e-8 * float(bound(att).sum()))
 
 
-def smooth_heads(att: lb.Attention, name: str) -> int:
+def smooth_heads(att, name):
     """How many heads are at smooth points of a bound of ours; there derivatives are right to
     1e-4."""
     size = 1e-2 * lb.bounds.get(name)(att).flatten()
@@ -74,7 +71,7 @@ MIXED = ("norm", "together cap", "rotation cap sinks")
 @pytest.mark.each_value(case=(*HARD, *MIXED, LONGER))
 @pytest.mark.parametrize("name", OURS)
 @pytest.mark.parametrize("case", [*layers.KINDS, *MIXED, "rotation", "sinks", LONGER])
-def test_our_bounds(case: str, name: str) -> None:
+def test_our_bounds(case, name):
     att = normal_layer(0, 40, 12, 4, heads=2)
     att = changed(att, w_q=0.3 * att.w_q)
     if case != LONGER:
@@ -83,7 +80,7 @@ def test_our_bounds(case: str, name: str) -> None:
     assert smooth_heads(att, name) >= (2 if case == LONGER else 4)
 
 
-def extreme(case: str, dtype: torch.dtype) -> lb.Attention:
+def extreme(case, dtype):
     """Layers at which formulas divide by nothing."""
     what, _, size = case.partition(" ")
     if what == "sink":
@@ -93,7 +90,7 @@ def extreme(case: str, dtype: torch.dtype) -> lb.Attention:
         return sink_token(12, torch.float64, float(size))
     kinds = ("sharp", "duplicates", "no_query")
     att = random_attention(what if what in kinds else "plain", dtype=dtype)
-    other: dict[str, dict[str, Tensor]] = {
+    other = {
         "equal": {"x": torch.ones_like(att.x)},
         "saturated": {"w_q": 300 * att.w_q},
         "one_hot": {"w_q": 1e5 * att.w_q},
@@ -110,7 +107,7 @@ KEYS = tuple(f"key {pull}" for pull in (10, 100, 1e4))
 
 @pytest.mark.parametrize("name", [*PUBLISHED, *OURS, *TOKENS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_derivatives_are_finite_where_bounds_are(dtype: torch.dtype, name: str) -> None:
+def test_derivatives_are_finite_where_bounds_are(dtype, name):
     bound = lb.bounds.get(name)
     for case in (*PLAIN, *(SINKS + KEYS if name in OURS and dtype == torch.float64 else ())):
         att = extreme(case, dtype)
@@ -122,7 +119,7 @@ def test_derivatives_are_finite_where_bounds_are(dtype: torch.dtype, name: str) 
 
 
 @pytest.mark.parametrize("name", ["castin", "castin_c3", "yudin", "yudin_sqrt_n", "yudin_closed"])
-def test_at_a_kink_the_derivative_is_that_of_one_side(name: str) -> None:
+def test_at_a_kink_the_derivative_is_that_of_one_side(name):
     """Two tokens of the same length, farther out than all others: moving one of them outwards is
     seen in full, or not at all."""
     x = torch.zeros(1, 4, 3, dtype=torch.float64)
@@ -143,7 +140,7 @@ def test_at_a_kink_the_derivative_is_that_of_one_side(name: str) -> None:
 
 @pytest.mark.usefixtures("tight")
 @pytest.mark.parametrize("name", OURS)
-def test_derivatives_at_ties_are_along_a_top_pair(name: str) -> None:
+def test_derivatives_at_ties_are_along_a_top_pair(name):
     """Two groups of tokens that do not see each other, alike: the norm is the larger of two equal
     ones."""
     alone, bound = normal_layer(0, 3, 5, 2), lb.bounds.get(name)
@@ -156,7 +153,7 @@ def test_derivatives_at_ties_are_along_a_top_pair(name: str) -> None:
     move = normal(1)(*both.x.shape)
     along = float((gradients(bound, both)[1]["x"] * move).sum())
 
-    def at(step: Tensor) -> float:
+    def at(step):
         with torch.enable_grad():
             return float(bound(changed(alone, x=(alone.x + step).requires_grad_())).detach())
 
@@ -173,9 +170,7 @@ def test_derivatives_at_ties_are_along_a_top_pair(name: str) -> None:
         (lb.bounds.get("lipbound_every"), ("'lipbound_every'", "take 'lipbound_every_block'")),
     ],
 )
-def test_bounds_without_derivatives_say_so(
-    call: Callable[[lb.Attention], Any], words: tuple[str, ...]
-) -> None:
+def test_bounds_without_derivatives_say_so(call, words):
     att = random_attention("plain")
     att = changed(att, w_q=att.w_q.requires_grad_())
     refused(lambda: call(att), "no derivatives", *words)

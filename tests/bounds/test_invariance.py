@@ -12,7 +12,6 @@ from support.checks import close, given_parts
 from support.layers import KINDS, changed, random_attention
 from support.strategies import MODERATE, examples, layers
 from support.variants import HAS, layer
-from torch import Tensor
 
 import lipbound as lb
 from lipbound.bounds.ours import block_norms
@@ -24,11 +23,11 @@ WITH_ONES = ("yudin", "yudin_g1", "yudin_sqrt_n", "yudin_closed", "newhouse")
 Change = Callable[[lb.Attention, float], lb.Attention]
 
 
-def times(t: Tensor | None, s: float) -> Tensor | None:
+def times(t, s):
     return None if t is None else t * s
 
 
-def inputs(att: lb.Attention, s: float) -> lb.Attention:
+def inputs(att, s):
     """x times s, projections of queries and keys over s: the same J, in other units of tokens."""
     norms = {
         side: replace(norm, over=(norm.over[0] / s, norm.over[1]))
@@ -38,12 +37,12 @@ def inputs(att: lb.Attention, s: float) -> lb.Attention:
     return changed(att, x=att.x * s, w_q=att.w_q / s, w_k=att.w_k / s, **norms)
 
 
-def values(att: lb.Attention, s: float) -> lb.Attention:
+def values(att, s):
     """Values and their biases times s: s J."""
     return changed(att, w_v=att.w_v * s, b_v=times(att.b_v, s))
 
 
-def queries(att: lb.Attention, s: float) -> lb.Attention:
+def queries(att, s):
     """Queries times s, keys over s, where nothing is normalised: the same J."""
     if att.norm_q is not None or att.norm_k is not None:
         return att
@@ -54,7 +53,7 @@ def queries(att: lb.Attention, s: float) -> lb.Attention:
 SCALED: dict[str, Change] = {"inputs": inputs, "values": values, "queries": queries}
 
 
-def expected(name: str, att: lb.Attention, what: str, s: float) -> Tensor | None:
+def expected(name, att, what, s):
     """What a bound on a layer becomes; None where its statement says something else."""
     value = lb.bounds.get(name)(att)
     if name == "kim" and what != "values":  # of degree two in W_Q
@@ -70,7 +69,7 @@ def expected(name: str, att: lb.Attention, what: str, s: float) -> Tensor | None
     return None if name in WITH_ONES and att.b_q is not None else value
 
 
-def check(att: lb.Attention, what: str, s: float) -> None:
+def check(att, what, s):
     """Of those bounds that cover the layer; of exceptional inputs, which have no output
     projection, published ones."""
     other, sinks = SCALED[what](att, s), {"sinks", "gate"} & att.variants
@@ -103,20 +102,20 @@ NARROW = st.one_of(
 
 @examples(60)
 @given(WIDE, st.sampled_from(list(SCALED)), st.integers(-55, 55))
-def test_sizes_do_not_matter(att: lb.Attention, what: str, power: int) -> None:
+def test_sizes_do_not_matter(att, what, power):
     check(att, what, 10.0**power)
 
 
 @examples(30)
 @given(NARROW, st.sampled_from(list(SCALED)), st.integers(-60, 60))
-def test_sizes_do_not_matter_in_float32(att: lb.Attention, what: str, power: int) -> None:
+def test_sizes_do_not_matter_in_float32(att, what, power):
     """By powers of two from 1e-18 to 1e18: others would round the given numbers."""
     check(att, what, 2.0**power)
 
 
 @examples(30)
 @given(st.sampled_from(KINDS), SEEDS)
-def test_order_of_tokens_and_number_of_heads_do_not_matter(kind: str, seed: int) -> None:
+def test_order_of_tokens_and_number_of_heads_do_not_matter(kind, seed):
     att = random_attention(kind, seed)
     order = torch.randperm(att.tokens, generator=torch.Generator().manual_seed(seed))
     mask = None if att.mask is None else att.mask[..., order, :][..., order]
@@ -138,7 +137,7 @@ def test_order_of_tokens_and_number_of_heads_do_not_matter(kind: str, seed: int)
 
 @examples(30)
 @given(st.sampled_from(KINDS), SEEDS, st.sampled_from((1.0, 100.0, 1e4)))
-def test_what_all_keys_or_values_share_does_not_matter(kind: str, seed: int, shift: float) -> None:
+def test_what_all_keys_or_values_share_does_not_matter(kind, seed, shift):
     att = random_attention(kind, seed)
     b_k, b_v = (torch.full_like(w[:, 0], shift) for w in (att.w_k, att.w_v))
     if att.b_k is not None:
@@ -152,7 +151,7 @@ def test_what_all_keys_or_values_share_does_not_matter(kind: str, seed: int, shi
 
 
 @pytest.mark.parametrize("exponent", [-55, 55])
-def test_terms_are_fractions_and_rules_follow_at_any_scale(exponent: int) -> None:
+def test_terms_are_fractions_and_rules_follow_at_any_scale(exponent):
     att, s = random_attention("plain"), 10.0**exponent
     other, large = inputs(att, s), changed(att, w_o=att.w_o * s)
     for name in lb.bounds.names():

@@ -6,7 +6,6 @@ import torch
 from support.checks import refused
 from support.layers import HARD, random_attention
 from support.variants import layer as variant_layer
-from torch import Tensor
 
 import lipbound as lb
 from lipbound.bounds import registry
@@ -19,12 +18,12 @@ TEXTS = dict.fromkeys(
 ATT = random_attention("plain")
 
 
-def always(att: lb.Attention) -> Tensor:
+def always(att):
     return torch.ones(1, 1, dtype=torch.bool)
 
 
 @pytest.fixture
-def scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+def scratch(monkeypatch):
     """A registry of which nothing is kept."""
     lb.bounds.names()
     monkeypatch.setattr(registry, "_BOUNDS", dict(registry._BOUNDS))
@@ -32,17 +31,17 @@ def scratch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("scratch")
-def test_each_kind_of_head_has_its_formula() -> None:
+def test_each_kind_of_head_has_its_formula():
     @lb.bounds.bound("doe", **TEXTS, condition=always, bibtex="@misc{doe2027}")
-    def doe(att: lb.Attention) -> Tensor:
+    def doe(att):
         """The statement."""
         return torch.ones(1, 1)
 
-    def terms(bound: lb.bounds.Bound, att: lb.Attention) -> dict[str, Tensor]:
+    def terms(bound, att):
         return {"values": bound(att)}
 
     @doe.extends("rotation", "cap", condition=lambda att: ~always(att), terms=terms)
-    def _(att: lb.Attention) -> Tensor:
+    def _(att):
         return torch.full((1, 1), 2.0)
 
     turned, sink = (variant_layer(0, frozenset(has)) for has in ({"rotation"}, {"sinks"}))
@@ -66,7 +65,7 @@ def test_each_kind_of_head_has_its_formula() -> None:
 
 
 @pytest.mark.usefixtures("scratch")
-def test_a_layers_own_bound_is_its_best() -> None:
+def test_a_layers_own_bound_is_its_best():
     zeros = torch.zeros(2, dtype=torch.float64)
     make = lb.bounds.bound("doe", **TEXTS, condition=always, layer=lambda bound, att, map: zeros)
     make(lambda att: torch.ones(1, 1))
@@ -76,7 +75,7 @@ def test_a_layers_own_bound_is_its_best() -> None:
 
 
 @pytest.mark.usefixtures("scratch")
-def test_names_and_citation_keys_are_taken_once() -> None:
+def test_names_and_citation_keys_are_taken_once():
     other = TEXTS | {"citation": "yudin2025pay", "bibtex": "@misc{other}"}
     for name, texts, words in (
         ("doe", other, "'yudin2025pay' is already that of another entry"),
@@ -89,7 +88,7 @@ def test_names_and_citation_keys_are_taken_once() -> None:
 
 @pytest.mark.each_value(kind=HARD)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_block_bound_does_not_depend_on_what_ran_before(kind: str, dtype: torch.dtype) -> None:
+def test_block_bound_does_not_depend_on_what_ran_before(kind, dtype):
     """The same digits alone, after `lipbound`, and before it."""
     alone, after = random_attention(kind, dtype=dtype), random_attention(kind, dtype=dtype)
     ours, block = lb.bounds.get("lipbound"), lb.bounds.get("lipbound_block")
@@ -103,7 +102,7 @@ def test_block_bound_does_not_depend_on_what_ran_before(kind: str, dtype: torch.
         assert torch.equal(alone, after)
 
 
-def test_norms_do_not_mix() -> None:
+def test_norms_do_not_mix():
     tokens = [*lb.bounds.names("every-token"), *lb.bounds.names("one-token")]
     assert lb.bounds.names(None) == [*lb.bounds.names(), *tokens]
     assert lb.bounds.resolve("all") == lb.bounds.names() == lb.bounds.resolve("all", "frobenius")

@@ -2,10 +2,7 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
-import pytest
 import torch
 from integration.test_readme import benchmark
 from sitegen import measured
@@ -13,7 +10,7 @@ from sitegen import measured
 from lipbound.jacobians.spectral_norm import spectral_norm
 
 
-def test_all_parts_are_measured_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_parts_are_measured_and_shown(tmp_path, monkeypatch):
     """And what runs beside the norms, in the dtype of the layers, finds the same ones."""
     gpu, out = benchmark("gpu"), tmp_path / "gpu.json"
     assert gpu.main(["--device", "cpu", "--small", "--out", str(out)]) == 0
@@ -39,17 +36,15 @@ def test_all_parts_are_measured_and_shown(tmp_path: Path, monkeypatch: pytest.Mo
     assert f"{checked} heads were computed again on the CPU" in page
 
 
-def test_a_wrong_norm_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_norm_is_found(tmp_path, monkeypatch, capsys):
     """The status says so, and the rest is measured nevertheless."""
     gpu, out = benchmark("gpu"), tmp_path / "gpu.json"
 
-    def wrong(att: Any, **options: Any) -> Any:
+    def wrong(att, **options):
         norm, factor = spectral_norm(att, **options), 1 if att.dtype == torch.float64 else 2
         return replace(norm, lower=factor * norm.lower, upper=factor * norm.upper)
 
-    def broken(*_: Any) -> None:
+    def broken(*_):
         raise RuntimeError("CUDA error: it is\nbroken")
 
     monkeypatch.setattr(gpu, "spectral_norm", wrong)

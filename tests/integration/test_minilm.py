@@ -50,7 +50,7 @@ def test_norms_agree_with_dense_float64_svd(layers: list[LayerCapture]) -> None:
 def test_bounds_are_as_loose_as_published(layers: list[LayerCapture]) -> None:
     """Geometric means of bound / exact within a quarter of reference measurements on this model;
     ours within a third of exact."""
-    ratios: dict[str, list[torch.Tensor]] = {name: [] for name in lb.bounds.names()}
+    ratios = {name: [] for name in lb.bounds.names()}
     for layer in layers:
         norm = spectral_norm(layer.attention, tol=1e-4)
         exact = {"exact": norm.lower, "exact_l2": l2_spectral_norm(layer.attention).lower}

@@ -5,7 +5,6 @@ import json
 import re
 import shlex
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import typer
@@ -36,12 +35,12 @@ ELSEWHERE = ("from_pretrained", "dask", "Trainer", "minilm.zarr")
 """What a snippet has that takes the hub, other processes, or a run that is not there."""
 
 
-def benchmark(name: str) -> ModuleType:
+def benchmark(name):
     """A script of benchmarks/ as a module."""
     return script(ROOT / "benchmarks" / f"{name}.py")
 
 
-def test_the_page_of_published_bounds_has_all() -> None:
+def test_the_page_of_published_bounds_has_all():
     """As registered, and what is left out with a reason for each."""
     page = published.page()
     assert all(f"`{name}`" in page for name in lb.bounds.names(None))
@@ -51,7 +50,7 @@ def test_the_page_of_published_bounds_has_all() -> None:
         assert re.search(r"\b20[12]\d\b", one.source)
 
 
-def test_generated_parts_are_up_to_date() -> None:
+def test_generated_parts_are_up_to_date():
     """The figure, and how tight the bounds are; ``python benchmarks/readme.py`` writes both."""
     readme = benchmark("readme")
     assert readme.written(README) == README
@@ -61,7 +60,7 @@ def test_generated_parts_are_up_to_date() -> None:
     assert readme.caption().strip("*") in (ROOT / "docs" / "index.md").read_text()
 
 
-def test_tightness_is_of_bounds() -> None:
+def test_tightness_is_of_bounds():
     """Where the assumptions of a bound hold, it is nowhere below the exact norm, but for the width
     of the enclosure."""
     rows = json.loads((ROOT / "benchmarks" / "tightness.json").read_text())["checkpoints"]
@@ -72,13 +71,13 @@ def test_tightness_is_of_bounds() -> None:
             assert one["sound"] != 1 or one["min"] >= 1 - 1e-9, name
 
 
-def test_no_enclosure_of_the_accuracy_table_misses() -> None:
+def test_no_enclosure_of_the_accuracy_table_misses():
     rows = json.loads((ROOT / "benchmarks" / "accuracy.json").read_text())["rows"]
     assert {row["method"].split(",")[0] for row in rows} == {*METHODS}
     assert all(row["outside"] in (0, None) for row in rows)
 
 
-def test_every_part_that_was_measured_is_shown() -> None:
+def test_every_part_that_was_measured_is_shown():
     shown = {name for text in PAGES.values() for name in re.findall(r"<!-- table: (\w+) -->", text)}
     assert shown == set(measured.PARTS)
 
@@ -91,26 +90,24 @@ def test_every_part_that_was_measured_is_shown() -> None:
         if not any(word in code for word in ELSEWHERE)
     ],
 )
-def test_python_examples_of_pages_run(
-    page: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_python_examples_of_pages_run(page, code, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     exec(code, {})
 
 
 @pytest.mark.parametrize(("page", "code"), PYTHON)
-def test_names_in_python_examples_exist(page: str, code: str) -> None:
+def test_names_in_python_examples_exist(page, code):
     """``lb.plots.heatmaps`` and its like."""
     for node in ast.walk(ast.parse(code)):
         dotted = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
         if re.fullmatch(r"lb(\.\w+)+", dotted):
-            found: object = lb
+            found = lb
             for part in dotted.split(".")[1:]:
                 found = getattr(found, part)
 
 
 @pytest.mark.parametrize("line", COMMANDS)
-def test_commands_are_understood(line: str) -> None:
+def test_commands_are_understood(line):
     """Every command line of the pages: the command is there, and takes these options."""
     _, name, *arguments = shlex.split(line.split(" > ")[0])
     if name != "COMMAND":

@@ -11,7 +11,6 @@ from support.models import AFFINE, build, inputs_for
 from support.oracles import matrices
 from support.variants import cross
 from support.variants import layer as variant_layer
-from torch import Tensor
 
 import lipbound as lb
 from lipbound.models.capture.capture import Capturer
@@ -157,7 +156,7 @@ def test_what_is_too_large_or_unknown_is_refused() -> None:
     w, att = torch.ones(1, 8, 4), random_attention("plain")
     long = lb.Attention(torch.ones(1, 300, 8), w, w, w)
     assert bool(lb.frobenius_norm(long).isfinite().all())
-    calls: dict[partial[Tensor | lb.SingularValues], tuple[str, ...]] = {
+    calls = {
         partial(lb.condition_number, long): ("with 1,200 outputs ", " up to 1,024; give shorter"),
         partial(lb.condition_number, 3): ("condition_number was given is 3",),
         partial(lb.frobenius_norm, att, map="residual"): ("unknown map 'residual'",),

@@ -9,7 +9,6 @@ from support.checks import close, near, normal
 from support.oracles import assert_encloses, oracle
 from support.strategies import examples, part
 from support.variants import MASKS, VARIANTS, layer
-from torch import Tensor
 
 import lipbound as lb
 from lipbound.attention.variants.qk_norm import QKNorm
@@ -34,7 +33,7 @@ CASES = {
 
 @examples(180)
 @given(st.builds(layer, **CASES))
-def test_exact_norms_and_bounds(att: lb.Attention) -> None:
+def test_exact_norms_and_bounds(att):
     """180 shapes x 18 heads; of `make test` six heads each."""
     exact = oracle(att)
     off = (lb.spectral_norm(att, tol=1e-10).lower - exact).abs()
@@ -44,7 +43,7 @@ def test_exact_norms_and_bounds(att: lb.Attention) -> None:
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_queries_that_are_normalised_after_they_are_turned(mask: str) -> None:
+def test_queries_that_are_normalised_after_they_are_turned(mask):
     before = layer(3, frozenset({"norm", "rotation"}), mask=mask)
     att = before.with_parts(norm_late=True)
     exact = oracle(att)
@@ -53,7 +52,7 @@ def test_queries_that_are_normalised_after_they_are_turned(mask: str) -> None:
     assert_bounds_hold(att, exact)
 
 
-def assert_bounds_hold(att: lb.Attention, exact: Tensor) -> None:
+def assert_bounds_hold(att, exact):
     for bound in map(lb.bounds.get, lb.bounds.names()):
         if bound.map == "head" and bound.applies(att):
             assert bool((bound(att) >= exact * (1 - 1e-9))[bound.sound(att)].all()), bound
@@ -65,7 +64,7 @@ TOGETHER = ({"rotation", "together", "cap", "sinks"}, {"rotation", "norm", "sink
 @pytest.mark.each_value(has=({"norm"}, {"together"}, *TOGETHER))
 @pytest.mark.parametrize("has", [*({v} for v in VARIANTS), *TOGETHER])
 @pytest.mark.parametrize("mask", MASKS)
-def test_products_streams_and_whole_layers(has: set[str], mask: str) -> None:
+def test_products_streams_and_whole_layers(has, mask):
     att = layer(3, frozenset(has), mask=mask)
     op = lb.HeadJacobian(att)
     y = normal()(op.batch, *op.out_shape)
@@ -90,7 +89,7 @@ def test_products_streams_and_whole_layers(has: set[str], mask: str) -> None:
 
 
 @pytest.mark.parametrize("has", [{"rotation"}, {"together", "rotation"}, {"norm", "sinks", "cap"}])
-def test_parts_of_a_layer(has: set[str]) -> None:
+def test_parts_of_a_layer(has):
     att = layer(5, frozenset(has), mask="padded")
     whole, single = oracle(att), att.to(torch.float32)
     close(oracle(att.select(slice(1, 2), slice(1, 3))), whole[1:, 1:])
@@ -101,7 +100,7 @@ def test_parts_of_a_layer(has: set[str]) -> None:
 
 @pytest.mark.each_value(has=({"rotation", "cap"}, {"together", "sinks"}))
 @pytest.mark.parametrize("has", [{"rotation", "cap"}, {"together", "sinks"}, {"rotation"}, {"cap"}])
-def test_padding_takes_no_part_in_bounds(has: set[str]) -> None:
+def test_padding_takes_no_part_in_bounds(has):
     att = layer(5, frozenset(has), mask="padded")
     alone = att.unpadded(1)
     for name in lb.bounds.names():
@@ -110,7 +109,7 @@ def test_padding_takes_no_part_in_bounds(has: set[str]) -> None:
             close(bound(att)[1:], bound(alone), 1e-6)
 
 
-def test_layer_norm_is_rms_norm_after_centred_weights() -> None:
+def test_layer_norm_is_rms_norm_after_centred_weights():
     att = layer(2, frozenset())
     centred = att.w_q - att.w_q.mean(-1, keepdim=True)
     bias = att.b_q - att.b_q.mean(-1, keepdim=True)

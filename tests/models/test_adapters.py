@@ -1,8 +1,6 @@
 import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import peft
@@ -14,7 +12,6 @@ from support.checks import refused
 from support.commands import command
 from support.models import GPT2, IMAGE, LLAMA, TEXT, build
 from support.versions import marked
-from torch import Tensor, nn
 
 import lipbound as lb
 from lipbound.errors import CheckpointError, Notice
@@ -26,33 +23,31 @@ ALPHAS = {"layers.1.self_attn.v_proj": 5, "q_proj": 2}
 Make = Callable[[], tf.PreTrainedModel]
 
 
-def llama_head() -> tf.PreTrainedModel:
+def llama_head():
     return tf.LlamaForCausalLM(tf.LlamaConfig(**LLAMA))
 
 
-def gpt2_head() -> tf.PreTrainedModel:
+def gpt2_head():
     return tf.GPT2LMHeadModel(tf.GPT2Config(**GPT2, bos_token_id=1, eos_token_id=2))
 
 
 PLAIN = {"r": 3, "lora_alpha": 8}
 TURNED = {"transformer.h.0.attn.c_attn": (24, 72), "transformer.h.1.mlp.c_fc": (24, 96)}
-FORMS: dict[str, tuple[Make, dict[str, Any], dict[str, tuple[int, int]]]] = {
+FORMS = {
     "llama": (llama_head, PLAIN, {**TWO, "lm_head": (24, 60)}),
     "by name": (llama_head, {**PLAIN, "alpha_pattern": ALPHAS, "use_rslora": True}, TWO),
     "transposed": (gpt2_head, {"r": 2, "lora_alpha": 3, "fan_in_fan_out": True}, TURNED),
 }
 
 
-def save(
-    folder: Path, make: Make, config: dict[str, Any], shapes: dict[str, tuple[int, int]]
-) -> dict[str, Tensor]:
+def save(folder, make, config, shapes):
     """A checkpoint, and beside it in ``adapter`` random matrices of the shapes (in, out); returns
     the sum by the formula, per weight."""
     model, rank, alphas = build(make), config["r"], config.get("alpha_pattern", {})
     model.save_pretrained(folder)
     g = torch.Generator().manual_seed(7)
-    stored: dict[str, Tensor] = {}
-    expected: dict[str, Tensor] = {}
+    stored = {}
+    expected = {}
     for path, (wide, tall) in shapes.items():
         a, b = torch.randn(rank, wide, generator=g), torch.randn(tall, rank, generator=g)
         before = f"base_model.model.{path}.lora_"
@@ -66,7 +61,7 @@ def save(
     return expected
 
 
-def write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+def write(folder, config, tensors):
     folder.mkdir(exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     (folder / "adapter_config.json").write_text(
@@ -74,12 +69,12 @@ def write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> N
     )
 
 
-def llama(folder: Path) -> Path:
+def llama(folder):
     save(folder, *FORMS["llama"])
     return folder
 
 
-def beside(folder: Path) -> Path:
+def beside(folder):
     """The same with the adapter in the folder of the weights."""
     llama(folder)
     for file in (folder / "adapter").iterdir():
@@ -88,7 +83,7 @@ def beside(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_merged_weights_are_the_formula(form: str, tmp_path: Path) -> None:
+def test_merged_weights_are_the_formula(form, tmp_path):
     expected = save(tmp_path, *FORMS[form])
     drawn = torch.get_rng_state()
     checkpoint = lb.load_checkpoint(tmp_path, adapter=tmp_path / "adapter", dtype="float64")
@@ -102,11 +97,11 @@ def test_merged_weights_are_the_formula(form: str, tmp_path: Path) -> None:
         assert (name in inside) == bool((weight - plain[name]).abs().max() > 0.1)
 
 
-def trained(make: Make, folder: Path, **config: object) -> nn.Module:
+def trained(make, folder, **config):
     """A checkpoint with an adapter by PEFT, all numbers of which are random, in ``adapter``;
     returns the model as PEFT loads it, not merged."""
     build(make).save_pretrained(folder)
-    model = peft.get_peft_model(build(make), peft.LoraConfig(r=4, **config))  # type: ignore[arg-type]
+    model = peft.get_peft_model(build(make), peft.LoraConfig(r=4, **config))
     g = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -116,12 +111,12 @@ def trained(make: Make, folder: Path, **config: object) -> nn.Module:
     return peft.PeftModel.from_pretrained(build(make), folder / "adapter")
 
 
-def llama_classes() -> tf.PreTrainedModel:
+def llama_classes():
     return tf.LlamaForSequenceClassification(tf.LlamaConfig(**LLAMA, pad_token_id=0))
 
 
 ALL = ["q_proj", "v_proj", "down_proj"]
-KINDS: dict[str, tuple[Make, dict[str, object]]] = {
+KINDS = {
     "DoRA": (llama_head, {"target_modules": ALL, "use_dora": True}),
     "embeddings, norms and a head": (
         llama_head,
@@ -148,7 +143,7 @@ NEW = {"of experts": "experts are modules of their own", "of pictures": "names d
 
 
 @pytest.mark.parametrize("kind", marked(KINDS, NEW))
-def test_what_peft_trained_is_what_is_measured(kind: str, tmp_path: Path) -> None:
+def test_what_peft_trained_is_what_is_measured(kind, tmp_path):
     make, config = KINDS[kind]
     # torch's grouped product of experts knows no float64
     dtype, limit = ("float32", 1e-4) if kind == "of experts" else ("float64", 1e-6)
@@ -168,9 +163,7 @@ def test_what_peft_trained_is_what_is_measured(kind: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("weights", ["whole", "layers"])
-def test_an_adapter_beside_the_weights_is_refused_unless_it_is_asked_for(
-    weights: str, tmp_path: Path
-) -> None:
+def test_an_adapter_beside_the_weights_is_refused_unless_it_is_asked_for(weights, tmp_path):
     """Where it is left out, transformers does not merge it either."""
     folder = str(beside(tmp_path))
     words = rf"holds an adapter beside .*adapter='{folder}' merges it, adapter='none' leaves it out"
@@ -188,7 +181,7 @@ def test_an_adapter_beside_the_weights_is_refused_unless_it_is_asked_for(
     assert not torch.allclose(other, plain, rtol=1e-2)
 
 
-def test_runs_say_with_which_adapter_and_are_found_again(tmp_path: Path) -> None:
+def test_runs_say_with_which_adapter_and_are_found_again(tmp_path):
     folder = llama(tmp_path)
     adapter = folder / "adapter"
     inputs = {"input_ids": IDS}
@@ -207,7 +200,7 @@ def test_runs_say_with_which_adapter_and_are_found_again(tmp_path: Path) -> None
     assert any("not the recorded weights" in problem for problem in again.problems)
 
 
-def test_command_line_and_sweeps_take_adapters(tmp_path: Path) -> None:
+def test_command_line_and_sweeps_take_adapters(tmp_path):
     file = tmp_path / "sweep.yaml"
     file.write_text("model: builtin:gpt2\nadapter: false\n")
     assert next(iter(planned_runs(file).values()))["adapter"] is False
@@ -221,12 +214,12 @@ def test_command_line_and_sweeps_take_adapters(tmp_path: Path) -> None:
     assert "has no files of its tokenizer" in said
 
 
-def stored(adapter: Path) -> dict[str, Tensor]:
+def stored(adapter):
     found = load_file(adapter / "adapter_model.safetensors")
     return {name: tensor.clone() for name, tensor in found.items()}
 
 
-def test_other_adapters_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_adapters_are_refused(tmp_path, monkeypatch):
     folder = llama(tmp_path)
     adapter = folder / "adapter"
     config = json.loads((adapter / "adapter_config.json").read_text())
@@ -272,7 +265,7 @@ def test_other_adapters_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     refused(lambda: lb.load_checkpoint(folder, adapter=adapter), words)
 
 
-def test_an_adapter_alone_brings_its_model(tmp_path: Path) -> None:
+def test_an_adapter_alone_brings_its_model(tmp_path):
     folder = llama(tmp_path)
     adapter = folder / "adapter"
     tensors = stored(adapter)
@@ -298,7 +291,7 @@ def test_an_adapter_alone_brings_its_model(tmp_path: Path) -> None:
         lb.load_checkpoint(other)
 
 
-def test_an_adapter_of_another_model_is_told_and_none_merged_in_memory(tmp_path: Path) -> None:
+def test_an_adapter_of_another_model_is_told_and_none_merged_in_memory(tmp_path):
     adapter = llama(tmp_path) / "adapter"
     config = json.loads((adapter / "adapter_config.json").read_text())
     config |= {"base_model_name_or_path": "owner/base"}
@@ -310,7 +303,7 @@ def test_an_adapter_of_another_model_is_told_and_none_merged_in_memory(tmp_path:
         lb.load_checkpoint(build(llama_head), adapter=adapter)
 
 
-def test_a_model_of_peft_in_memory_is_measured_as_it_is(tmp_path: Path) -> None:
+def test_a_model_of_peft_in_memory_is_measured_as_it_is(tmp_path):
     """Its layers are not merged: what they compute is that of merged ones, while they are on."""
     theirs = trained(llama_head, tmp_path, target_modules=ALL)
     on = lb.capture(theirs, {"input_ids": IDS})

@@ -3,9 +3,7 @@ refused."""
 
 import shutil
 import struct
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import gguf
 import pytest
@@ -28,7 +26,7 @@ SMALL = {"data": "the ferry", "max_length": 6, "progress": False}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """One that holds a small GGUF file, model.gguf."""
     made = tmp_path_factory.mktemp("gguf")
     save_gguf(made / "model.gguf")
@@ -36,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kind", [Kind.Q4_1, Kind.Q8_0, Kind.F16])
-def test_weights_are_those_that_the_file_stands_for(kind: Kind, tmp_path: Path) -> None:
+def test_weights_are_those_that_the_file_stands_for(kind, tmp_path):
     """And transformers, which reads it, is left as it was."""
     expected = save_gguf(tmp_path / "model.gguf", kind=kind)
     before = gguf.GGUFReader, gguf.get_tensor_name_map, reader.tqdm
@@ -51,7 +49,7 @@ def test_weights_are_those_that_the_file_stands_for(kind: Kind, tmp_path: Path) 
 
 
 @newer_transformers("weights are not left on disk")
-def test_weights_may_stay_in_the_file(tmp_path: Path) -> None:
+def test_weights_may_stay_in_the_file(tmp_path):
     expected = save_gguf(tmp_path / "model.gguf")
     checkpoint = lb.load_checkpoint(tmp_path / "model.gguf", weights="layers")
     assert offload.is_offloaded(checkpoint.model)
@@ -62,9 +60,7 @@ def test_weights_may_stay_in_the_file(tmp_path: Path) -> None:
 
 
 @newer_transformers("weights are not left on disk")
-def test_weights_that_are_not_found_one_by_one_ask_for_the_whole(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_are_not_found_one_by_one_ask_for_the_whole(folder, monkeypatch):
     """As experts are, which a file stores together."""
     every = weight_files.gguf_tensors
     monkeypatch.setattr(
@@ -75,7 +71,7 @@ def test_weights_that_are_not_found_one_by_one_ask_for_the_whole(
         lb.load_checkpoint(folder, weights="layers")
 
 
-def test_a_run_on_a_file_is_that_on_its_weights(folder: Path, tmp_path: Path) -> None:
+def test_a_run_on_a_file_is_that_on_its_weights(folder, tmp_path):
     model = llama()
     model.load_state_dict(save_gguf(tmp_path / "again.gguf"))
     ids = lb.load_checkpoint(folder).tokenizer()("the ferry", return_tensors="pt").input_ids
@@ -91,14 +87,14 @@ def test_a_run_on_a_file_is_that_on_its_weights(folder: Path, tmp_path: Path) ->
 
 
 @newer_transformers("tokenizers of GGUF files begin with another token")
-def test_the_tokenizer_is_the_files(folder: Path) -> None:
+def test_the_tokenizer_is_the_files(folder):
     tokenizer = lb.load_checkpoint(folder).tokenizer()
     space = LETTERS.index("Ġ") + 2
     the, ferr, y = map(WORDS.index, ("the", "ferr", "y"))
     assert tokenizer("the ferry").input_ids == [the, space, ferr, y]
 
 
-def test_a_run_says_how_weights_were_stored_and_is_verified(folder: Path, tmp_path: Path) -> None:
+def test_a_run_says_how_weights_were_stored_and_is_verified(folder, tmp_path):
     ds = lb.compare(
         folder, **SMALL, gguf_file="model.gguf", bounds=["yudin"], out=tmp_path / "run.zarr"
     )
@@ -112,7 +108,7 @@ def test_a_run_says_how_weights_were_stored_and_is_verified(folder: Path, tmp_pa
     assert any("not the recorded model" in said for said in found.problems)
 
 
-def test_files_are_chosen_by_name_where_there_are_several(folder: Path, tmp_path: Path) -> None:
+def test_files_are_chosen_by_name_where_there_are_several(folder, tmp_path):
     for name in ("a.gguf", "b.gguf"):
         shutil.copy(folder / "model.gguf", tmp_path / name)
     for model, wanted, words in (
@@ -127,9 +123,7 @@ def test_files_are_chosen_by_name_where_there_are_several(folder: Path, tmp_path
     assert lb.load_checkpoint(tmp_path, gguf_file="a.gguf").quantization is not None
 
 
-def test_what_cannot_be_read_is_refused_in_a_sentence(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_read_is_refused_in_a_sentence(folder, tmp_path, monkeypatch):
     file, piece = tmp_path / "model.gguf", tmp_path / "piece.gguf"
     save_gguf(file, arch="rwkv7")
     writer = gguf.GGUFWriter(piece, "llama")
@@ -162,23 +156,23 @@ SHORT = WHOLE.format(r"it has \d+ bytes and announces \d+ or more")
 ZERO = r"transformers fails on it \(ZeroDivisionError|are not positive|has 0|0 heads"
 
 
-def counts(tensors: int, fields: int) -> bytes:
+def counts(tensors, fields):
     return HEAD + struct.pack("<QQ", tensors, fields)
 
 
-def field(kind: int, *rest: int, name: bytes = b"a.b") -> bytes:
+def field(kind, *rest, name=b"a.b"):
     """The name of an entry, its type, the type of what is in an array, and how many there are."""
     kinds = struct.pack(f"<{len(rest)}I", kind, *rest[:-1])
     return struct.pack("<Q", len(name)) + name + kinds + struct.pack("<Q", rest[-1])
 
 
-def behind(mark: bytes, at: int, numbers: bytes, file: bytes) -> bytes:
+def behind(mark, at, numbers, file):
     """A file with other bytes so far behind a mark."""
     place = file.index(mark) + len(mark) + at
     return file[:place] + numbers + file[place + len(numbers) :]
 
 
-def told(key: str, number: int) -> Callable[[bytes], bytes]:
+def told(key, number):
     """A file that says another number under a key."""
     return partial(behind, key.encode() + struct.pack("<I", 4), 0, struct.pack("<I", number))
 
@@ -187,7 +181,7 @@ placed = partial(partial, behind, b"blk.0.attn_q.weight")
 """Makes other bytes so far behind the name of a matrix of two dimensions."""
 EARLY = WHOLE.format("the place of blk.0.attn_q.weight is before those of all weights")
 DEEP, NESTED = WHOLE.format("maximum recursion depth exceeded.*"), struct.pack("<IQ", 9, 1)
-BROKEN: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+BROKEN = {
     "two bytes": (lambda f: b"GG", SHORT),
     "another kind of file": (lambda f: b"PK" * 100, WHOLE.format("GGUF magic invalid")),
     "another version": (lambda f: f[:4] + struct.pack("<I", 9) + f[8:], WHOLE.format(".*9.*")),
@@ -218,16 +212,14 @@ FIRST = dict.fromkeys(("weights before the start", "five heads"), "it notices an
 
 
 @pytest.mark.parametrize("case", marked(BROKEN, FIRST))
-def test_a_broken_file_is_refused_at_once_in_a_sentence(
-    case: str, folder: Path, tmp_path: Path
-) -> None:
+def test_a_broken_file_is_refused_at_once_in_a_sentence(case, folder, tmp_path):
     change, sentence = BROKEN[case]
     (tmp_path / "model.gguf").write_bytes(change((folder / "model.gguf").read_bytes()))
     with pytest.raises(CheckpointError, match=sentence):
         lb.load_checkpoint(tmp_path / "model.gguf")
 
 
-def test_files_without_a_type(tmp_path: Path) -> None:
+def test_files_without_a_type(tmp_path):
     save_gguf(tmp_path / "untyped.gguf", file_type=False)
     assert weight_files.check_gguf("untyped", tmp_path / "untyped.gguf").startswith("GGUF Q4_1 (14")
 
@@ -236,7 +228,7 @@ def test_files_without_a_type(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_smollm2_capture_is_the_models_own_attention() -> None:
+def test_smollm2_capture_is_the_models_own_attention():
     checkpoint = lb.load_checkpoint("builtin:smollm2")
     said = describe("smollm2")
     config = checkpoint.model.config
@@ -250,7 +242,7 @@ def test_smollm2_capture_is_the_models_own_attention() -> None:
     words = ["Down", "Ġthe", "ĠRabbit", "-", "H", "ole", ",", "Ġ", "1", "2"]
     assert checkpoint.tokenizer().tokenize("Down the Rabbit-Hole, 12") == words
     batch = lb.prepare(checkpoint, samples=1, max_length=32).batch
-    outputs: dict[int, torch.Tensor] = {}
+    outputs = {}
     for i in (0, 15):
         projection = checkpoint.model.layers[i].self_attn.o_proj
         projection.register_forward_pre_hook(

@@ -1,7 +1,6 @@
 """Ready inputs, lengths, hub datasets, tokenizers and processors; what is refused, in one table."""
 
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import datasets
@@ -24,19 +23,19 @@ from lipbound.models.readers import DEFAULT_TEXT, PHOTOGRAPHS
 
 
 @pytest.fixture(scope="module")
-def bert(bert: Path) -> Checkpoint:
+def bert(bert):
     return load_checkpoint(bert)
 
 
 @pytest.fixture(scope="module")
-def vit(vit: Path) -> Checkpoint:
+def vit(vit):
     return load_checkpoint(vit)
 
 
 TEXTS = ["the ferry is in a clock", "keeper", "   ", "a lighthouse and the island"]
 
 
-def test_minilm_windows_begin_like_plain_truncation() -> None:
+def test_minilm_windows_begin_like_plain_truncation():
     checkpoint = load_checkpoint("builtin:minilm")
     batch = lb.prepare(checkpoint, None, samples=3, max_length=32).batch
     text = DEFAULT_TEXT.read_text()
@@ -47,7 +46,7 @@ def test_minilm_windows_begin_like_plain_truncation() -> None:
     assert bool((batch["attention_mask"] == 1).all())
 
 
-def test_default_photographs_are_those_of_scikit_image_as_builtin_models_see_them() -> None:
+def test_default_photographs_are_those_of_scikit_image_as_builtin_models_see_them():
     """Numbers that were published on the large ones are those on the small ones."""
     images = sorted(PHOTOGRAPHS.glob("*.png"))
     assert sum(image.stat().st_size for image in images) < 5e5
@@ -59,7 +58,7 @@ def test_default_photographs_are_those_of_scikit_image_as_builtin_models_see_the
     assert torch.equal(found.batch["pixel_values"], expected.batch["pixel_values"])
 
 
-def test_ready_inputs(bert: Checkpoint, tmp_path: Path) -> None:
+def test_ready_inputs(bert, tmp_path):
     ids = {"input_ids": torch.arange(12).view(3, 4)}
     save_file(ids, tmp_path / "ready.safetensors")
     found = [lb.prepare(bert, data, samples=2) for data in (ids, tmp_path / "ready.safetensors")]
@@ -68,12 +67,10 @@ def test_ready_inputs(bert: Checkpoint, tmp_path: Path) -> None:
     assert lb.prepare(bert, ids).samples == 3
 
 
-def test_hub_datasets_are_named_with_split_and_config(
-    bert: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hub_datasets_are_named_with_split_and_config(bert, monkeypatch):
     asked = []
 
-    def fake(repo: str, config: str | None = None, split: str | None = None) -> datasets.Dataset:
+    def fake(repo, config=None, split=None):
         asked.append((repo, config, split))
         return datasets.Dataset.from_dict({"text": TEXTS})
 
@@ -98,10 +95,10 @@ def test_hub_datasets_are_named_with_split_and_config(
     assert not datasets.config.HF_HUB_OFFLINE
 
 
-def test_positions(bert: Checkpoint) -> None:
+def test_positions(bert):
     """RoBERTa's begin behind the padding index, XLNet declares -1, dynamic rotary tables grow."""
 
-    def of(make: Any) -> int | None:
+    def of(make):
         return Checkpoint(build(make), "", "", None).positions
 
     assert [of(AFFINE[name]) for name in ("bert", "roberta", "gpt2")] == [40, 38, 40]
@@ -115,9 +112,7 @@ def test_positions(bert: Checkpoint) -> None:
     assert lb.prepare(checkpoint, {"input_ids": torch.ones(1, 200, dtype=torch.long)}).samples == 1
 
 
-def test_a_length_that_was_not_asked_for_is_what_the_model_takes(
-    bert: Checkpoint, tmp_path: Path
-) -> None:
+def test_a_length_that_was_not_asked_for_is_what_the_model_takes(bert, tmp_path):
     """Windows and several texts, in a run too, which is found again by what it recorded."""
     story, note = "the ferry is in a clock " * 20, "texts are cut at 40 tokens, the positions of "
     for data in (story, [story, "the keeper"]):
@@ -134,7 +129,7 @@ def test_a_length_that_was_not_asked_for_is_what_the_model_takes(
 
 NOT_FINITE = {"inputs_embeds": torch.full((1, 3, 24), torch.nan)}
 PICTURE = Image.fromarray(np.zeros((20, 20, 3), dtype=np.uint8))
-BAD: list[tuple[str, Any, str]] = [
+BAD = [
     # which model, data, and what must be said; files of all kinds are in tests/test_bad_inputs.py
     ("bert", [], "empty list"),
     ("bert", [" ", ""], "no text in it"),
@@ -150,7 +145,7 @@ BAD: list[tuple[str, Any, str]] = [
 ]
 
 
-def test_bad_data(bert: Checkpoint, vit: Checkpoint) -> None:
+def test_bad_data(bert, vit):
     for model, data, words in BAD:
         model = {"bert": bert, "vit": vit}[model]
         refused(lambda m=model, d=data: lb.prepare(m, d, max_length=40), words, error=InputsError)
@@ -159,7 +154,7 @@ def test_bad_data(bert: Checkpoint, vit: Checkpoint) -> None:
         refused(lambda n=number: lb.prepare(bert, TEXTS, samples=n), words, error=InputsError)
 
 
-def test_tokenizers_and_processors_are_lent(bert: Checkpoint, vit: Checkpoint) -> None:
+def test_tokenizers_and_processors_are_lent(bert, vit):
     lent = load_checkpoint(bert.name, tokenizer="Builtin:gpt2").tokenizer()
     own = load_checkpoint("builtin:gpt2").tokenizer()
     assert lent("the clock")["input_ids"] == own("the clock")["input_ids"]
@@ -169,7 +164,7 @@ def test_tokenizers_and_processors_are_lent(bert: Checkpoint, vit: Checkpoint) -
         load_checkpoint(bert.name, tokenizer="builtin:gpt3")
 
 
-def test_settings_of_the_forward_pass_are_passed_on() -> None:
+def test_settings_of_the_forward_pass_are_passed_on():
     """Images of another size than the model's, which its positions are interpolated for."""
     vit = build(AFFINE["vit"])
     pixels = torch.randn(2, 3, 24, 24, generator=torch.Generator().manual_seed(0))

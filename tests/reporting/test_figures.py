@@ -2,13 +2,10 @@
 beside the figure."""
 
 import itertools
-from pathlib import Path
 
 import numpy as np
 import pytest
-import xarray as xr
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from support.runs import made_up
 
 from lipbound import plots
@@ -19,7 +16,7 @@ from lipbound.reporting.styles import paper_height
 WIDTHS = ("column", "page", "slide")
 
 
-def extents(figure: Figure) -> list[tuple[str, tuple[float, float, float, float]]]:
+def extents(figure):
     """Every visible text and where it is, in pixels."""
     figure.draw_without_rendering()
     shown = [
@@ -33,7 +30,7 @@ def extents(figure: Figure) -> list[tuple[str, tuple[float, float, float, float]
 @pytest.mark.each_value
 @pytest.mark.parametrize("options", [{}, {"scale": "panel"}, {"caption": True}])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_nothing_is_cut_or_written_over(ds: xr.Dataset, width: str, options: dict) -> None:
+def test_nothing_is_cut_or_written_over(ds, width, options):
     figure = plots.heatmaps(ds, width=width, **options)
     captioned = "caption" in options
     limit = paper_height(figure.get_figwidth(), captioned=captioned)
@@ -58,7 +55,7 @@ def test_nothing_is_cut_or_written_over(ds: xr.Dataset, width: str, options: dic
         assert p[2] <= q[0] + 1 or q[2] <= p[0] + 1 or p[3] <= q[1] + 1 or q[3] <= p[1] + 1, (a, b)
 
 
-def test_what_is_near_the_exact_norm_has_its_own_scale(ds: xr.Dataset) -> None:
+def test_what_is_near_the_exact_norm_has_its_own_scale(ds):
     grids = {
         name: np.log10(ds[name].mean("sample").values)
         for name in ("exact", "exact_l2", *ds.attrs["bounds"])
@@ -84,7 +81,7 @@ def test_what_is_near_the_exact_norm_has_its_own_scale(ds: xr.Dataset) -> None:
     assert "on a colour scale" not in plots.caption(ds, scale="shared")
 
 
-def test_captions_stand_beside_the_figure(ds: xr.Dataset, tmp_path: Path) -> None:
+def test_captions_stand_beside_the_figure(ds, tmp_path):
     for kind in ("tex", "txt"):
         (tmp_path / f"paper.{kind}").write_text("mine")
     plots.heatmaps(ds, tmp_path / "paper.pdf", bounds=["yudin"], reduce="max")
@@ -94,7 +91,7 @@ def test_captions_stand_beside_the_figure(ds: xr.Dataset, tmp_path: Path) -> Non
     assert all((tmp_path / f"paper.{kind}").read_text() == "mine" for kind in ("tex", "txt"))
 
 
-def test_ratios_to_the_exact_norm_as_colours(ds: xr.Dataset, tmp_path: Path) -> None:
+def test_ratios_to_the_exact_norm_as_colours(ds, tmp_path):
     """Bound / exact of each bound's own map, geometric means over samples, as numpy has them."""
     figure = plots.heatmaps(ds, tmp_path / "over.png", bounds=["kim", "lipbound"], over="exact")
     shown = {axes.get_title().partition("\n")[0]: axes for axes in figure.axes if axes.images}
@@ -110,7 +107,7 @@ def test_ratios_to_the_exact_norm_as_colours(ds: xr.Dataset, tmp_path: Path) -> 
     np.testing.assert_allclose(arithmetic, expected, rtol=1e-9)
 
 
-def test_several_runs_on_one_colour_scale(ds: xr.Dataset, tmp_path: Path) -> None:
+def test_several_runs_on_one_colour_scale(ds, tmp_path):
     """Panels are log10 of their runs' values, read off one bar, whatever their sizes are."""
     runs = [ds, ds.isel(layer=[0], head=slice(3)), ds.isel(layer=[1])]
     figure = plots.heatmaps(runs, tmp_path / "all.png", labels=["a", "b", "c"], reduce="max")
@@ -138,7 +135,7 @@ def test_several_runs_on_one_colour_scale(ds: xr.Dataset, tmp_path: Path) -> Non
     }
 
 
-def test_every_plot_writes_a_file_and_returns_what_it_drew(ds: xr.Dataset, tmp_path: Path) -> None:
+def test_every_plot_writes_a_file_and_returns_what_it_drew(ds, tmp_path):
     """Axes where there is one panel; a figure may be put together of panels without bars."""
     for name, plot in {
         "heatmap": plots.heatmap,
@@ -155,7 +152,7 @@ def test_every_plot_writes_a_file_and_returns_what_it_drew(ds: xr.Dataset, tmp_p
     assert (len(with_bar.figure.axes), with_bar.get_title()) == (2, "mine")
 
 
-def test_several_runs_against_layers() -> None:
+def test_several_runs_against_layers():
     """Lines are reduced values, bands their intervals; what is far off is named, not drawn."""
     first, second = made_up(), made_up()
     second["exact"] = second["exact"] * 2

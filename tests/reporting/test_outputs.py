@@ -1,7 +1,5 @@
 """Figures, tables and citations of a run."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import transformers as tf
@@ -15,7 +13,7 @@ from lipbound.errors import LipboundError, Notice, PaperError, UnknownNameError
 from lipbound.formatting import directed, number
 
 
-def test_summary_is_the_ratio_to_the_norm_of_the_bounds_own_map(ds: xr.Dataset) -> None:
+def test_summary_is_the_ratio_to_the_norm_of_the_bounds_own_map(ds):
     table = lb.tables.summary(ds)
     assert list(table.index) == lb.bounds.resolve("default")
     for name, exact in (("yudin", "exact"), ("kim", "exact_l2")):
@@ -34,7 +32,7 @@ def test_summary_is_the_ratio_to_the_norm_of_the_bounds_own_map(ds: xr.Dataset) 
     assert np.isnan(table.loc["kim", "geomean_lower"])
 
 
-def test_infinite_and_missing_values(ds: xr.Dataset) -> None:
+def test_infinite_and_missing_values(ds):
     other = ds.copy(deep=True)
     other["castin"][0, 0, 0], other["exact"][1], other["exact"][0, 0, 1] = np.inf, np.nan, 0.0
     table = lb.tables.summary(other)
@@ -43,7 +41,7 @@ def test_infinite_and_missing_values(ds: xr.Dataset) -> None:
     assert "inf" in lb.tables.render(other)
 
 
-def test_extras_are_in_tables_and_figures(tmp_path: Path) -> None:
+def test_extras_are_in_tables_and_figures(tmp_path):
     model = build(AFFINE["gpt2"])
     ds = lb.compare(
         model, inputs_for(model), bounds=["yudin"], extras="frobenius,condition", progress=False
@@ -73,7 +71,7 @@ def test_extras_are_in_tables_and_figures(tmp_path: Path) -> None:
     assert len([one for one in few.axes if one.images and one.get_title()]) == 2
 
 
-def test_bibtex_has_every_source_once(ds: xr.Dataset) -> None:
+def test_bibtex_has_every_source_once(ds):
     text = lb.tables.bibtex(ds)
     keys = "kim2021lipschitz hu2024specformer castin2024smooth yudin2025pay lipbound2026"
     for key in keys.split():
@@ -88,13 +86,13 @@ def test_bibtex_has_every_source_once(ds: xr.Dataset) -> None:
         *(([1.0, np.inf, np.inf], how, x) for how, x in ((0.9, np.inf), (0.0, 1.0))),
     ],
 )
-def test_reductions(values: list[float] | None, how: str | float, expected: float) -> None:
+def test_reductions(values, how, expected):
     given = np.array(values or [1.0, 2.0, 3.0, 4.0, np.nan])[:, None, None]
     found = lb.plots.reduce_samples(xr.DataArray(given, dims=("sample", "layer", "head")), how)
     assert float(found.squeeze()) == pytest.approx(expected, rel=1e-6)
 
 
-def test_cells_show_log10_of_the_reduced_values(ds: xr.Dataset) -> None:
+def test_cells_show_log10_of_the_reduced_values(ds):
     figure = lb.plots.heatmaps(ds, bounds=["yudin", "kim"], reduce="max", scale="shared")
     panels = [axes for axes in figure.axes if axes.images]
     assert [axes.get_title().splitlines()[0] for axes in panels] == [
@@ -113,9 +111,7 @@ def test_cells_show_log10_of_the_reduced_values(ds: xr.Dataset) -> None:
 @pytest.mark.parametrize(
     "kind", ["pdf", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("svg", "png"))]
 )
-def test_files_are_reproducible_and_fonts_embedded(
-    ds: xr.Dataset, tmp_path: Path, kind: str
-) -> None:
+def test_files_are_reproducible_and_fonts_embedded(ds, tmp_path, kind):
     first, second = tmp_path / f"a.{kind}", tmp_path / f"b.{kind}"
     for path in (first, second):
         lb.plots.heatmaps(ds, path, bounds=["yudin", "kim"])
@@ -124,7 +120,7 @@ def test_files_are_reproducible_and_fonts_embedded(
     assert b"<text" not in first.read_bytes()  # glyphs of svg are outlines
 
 
-def test_panels_in_axes_of_ones_own(ds: xr.Dataset, tmp_path: Path) -> None:
+def test_panels_in_axes_of_ones_own(ds, tmp_path):
     figure = Figure(figsize=(6, 3))
     left, right = figure.subplots(1, 2)
     assert lb.plots.heatmap(ds, "yudin", ax=left, reduce="max", limits=(0.0, 1.0)) is left
@@ -146,7 +142,7 @@ def test_panels_in_axes_of_ones_own(ds: xr.Dataset, tmp_path: Path) -> None:
         assert axes.figure._repr_png_().startswith(b"\x89PNG")
 
 
-def test_venues(ds: xr.Dataset, tmp_path: Path) -> None:
+def test_venues(ds, tmp_path):
     for style, width, inches in (
         *(("icml2024", width, x) for width, x in (("column", 3.25), ("page", 6.75), (5.0, 5.0))),
         ("neurips2024", "page", 5.5),
@@ -156,22 +152,20 @@ def test_venues(ds: xr.Dataset, tmp_path: Path) -> None:
         assert style != "icml2024" or figure.axes[0].xaxis.label.get_fontsize() == 8.0
 
 
-def test_pgf_without_latex_says_what_is_missing(
-    ds: xr.Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pgf_without_latex_says_what_is_missing(ds, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LipboundError, match="needs pdflatex"):
         lb.plots.heatmaps(ds, tmp_path / "x.pgf", bounds=["yudin"])
 
 
-def test_hostile_text_is_text(ds: xr.Dataset, tmp_path: Path) -> None:
+def test_hostile_text_is_text(ds, tmp_path):
     other = ds.copy(deep=True)
     other.attrs["model"] = r"$\undefined{<script>&$"
     other["yudin"].attrs["label"] = "$x_"
     lb.plots.heatmaps(other, tmp_path / "x.svg", bounds=["yudin"])
 
 
-def test_one_head_one_layer_and_zero_norms(tmp_path: Path) -> None:
+def test_one_head_one_layer_and_zero_norms(tmp_path):
     sizes = {"hidden_size": 8, "intermediate_size": 8, "vocab_size": 60}
     config = tf.BertConfig(**sizes, num_hidden_layers=1, num_attention_heads=1)
     model = build(lambda: tf.BertModel(config))
@@ -184,7 +178,7 @@ def test_one_head_one_layer_and_zero_norms(tmp_path: Path) -> None:
     assert "n/a" in lb.tables.render(ds)
 
 
-def test_ball_curves_are_drawn(tmp_path: Path) -> None:
+def test_ball_curves_are_drawn(tmp_path):
     att = random_attention("biases").select(slice(0, 1))
     curve = lb.radius_curve(att, [0.0, 0.01, 0.1], steps=1, starts=1)
     figure = lb.plots.ball_curve(curve, tmp_path / "ball.pdf", heads=[0, 2])
@@ -193,14 +187,14 @@ def test_ball_curves_are_drawn(tmp_path: Path) -> None:
     assert len(figure.axes[0].lines) == 5
 
 
-def test_extras_cost_no_figure(gpt2_run: xr.Dataset, tmp_path: Path) -> None:
+def test_extras_cost_no_figure(gpt2_run, tmp_path):
     """Where they do not fit beside many bounds, they are left to a figure of their own."""
     condition = gpt2_run["exact"].where(gpt2_run["head"] > 0, np.inf)
     words = {"long_name": "condition number of the Jacobian", "label": "Condition number"}
     ds = gpt2_run.assign(jacobian_condition=condition.assign_attrs(words))
     ds["jacobian_frobenius"] = condition.assign_attrs(words | {"label": "Frobenius norm"})
 
-    def titles(figure: Figure) -> list[str]:
+    def titles(figure):
         return [one.get_title().split("\n")[0] for one in figure.axes if one.images]
 
     with pytest.warns(Notice, match="do not fit on this figure; bounds='frobenius,condition'"):
@@ -215,7 +209,7 @@ def test_extras_cost_no_figure(gpt2_run: xr.Dataset, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("known", [0, 3])
-def test_extras_that_are_missing_are_said_to_be(gpt2_run: xr.Dataset, known: int) -> None:
+def test_extras_that_are_missing_are_said_to_be(gpt2_run, known):
     """Where some or all exact norms are without a condition number; where none has one, there is
     no panel of it."""
     norms = gpt2_run["exact"].size

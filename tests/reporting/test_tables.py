@@ -7,7 +7,6 @@ import re
 import numpy as np
 import pandas as pd
 import pytest
-import xarray as xr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.checks import refused
@@ -26,7 +25,7 @@ HOSTILE = (
 
 @settings(deadline=None, max_examples=300, derandomize=True)
 @given(x=st.floats(1e-12, 1e12), width=st.floats(1e-9, 0.5), where=st.floats(0, 1))
-def test_digits_are_those_that_the_enclosure_supports(x: float, width: float, where: float) -> None:
+def test_digits_are_those_that_the_enclosure_supports(x, width, where):
     """The true value, anywhere in x (1 -+ width / 2), is at most one unit of the last digit away
     from what is shown; one more digit need not be."""
     count = digits(x * (1 - width / 2), x * (1 + width / 2))
@@ -46,7 +45,7 @@ def test_digits_are_those_that_the_enclosure_supports(x: float, width: float, wh
         assert width * x > 10.0 ** (np.floor(np.log10(x)) - count) * (1 - 1e-9)
 
 
-def test_printed_summaries_have_the_range_and_the_audit(ds: xr.Dataset) -> None:
+def test_printed_summaries_have_the_range_and_the_audit(ds):
     """In 80 characters, where pandas leaves out columns in the middle; the longest name is there,
     and each ratio takes as many characters as any."""
     summary = lb.tables.summary(ds)
@@ -56,7 +55,7 @@ def test_printed_summaries_have_the_range_and_the_audit(ds: xr.Dataset) -> None:
     assert [*head[:2], *head[-2:]] == ["geomean", "min", "sound", "violations"]
 
 
-def ends_of(cell: str) -> tuple[float, float]:
+def ends_of(cell):
     """Both ends of a cell, alike where it is one number."""
     ends = [float(end.replace(",", "").replace("n/a", "nan")) for end in cell.split(" to ")]
     return ends[0], ends[-1]
@@ -65,7 +64,7 @@ def ends_of(cell: str) -> tuple[float, float]:
 @pytest.mark.each_value
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("by", lb.tables.BY)
-def test_no_figure_contradicts_its_neighbour(by: str, seed: int) -> None:
+def test_no_figure_contradicts_its_neighbour(by, seed):
     """Whatever is resolved or not: printed ends are beyond those of all enclosures, the printed
     mean is between them and within a unit of its enclosure, and no bound that holds is below 1."""
     rng = np.random.default_rng(seed)
@@ -113,14 +112,14 @@ def test_no_figure_contradicts_its_neighbour(by: str, seed: int) -> None:
 
 @settings(deadline=None, max_examples=300, derandomize=True)
 @given(x=st.floats(1e-300, 1e300), count=st.integers(1, 6))
-def test_ends_are_rounded_outwards_by_less_than_a_unit(x: float, count: int) -> None:
+def test_ends_are_rounded_outwards_by_less_than_a_unit(x, count):
     low, high = (float(directed(x, count, up).replace(",", "")) for up in (False, True))
     assert low <= x * (1 + 1e-12)
     assert high >= x * (1 - 1e-12)
     assert high - low <= 10.0 ** (np.floor(np.log10(x)) - count + 1) * (1 + 1e-9)
 
 
-def test_more_digits_for_closer_enclosures(ds: xr.Dataset) -> None:
+def test_more_digits_for_closer_enclosures(ds):
     """Four where 1e-3 or less is known, two ends where it is a fifth; there is no upper end for L2
     attention, whose norm counts as if it were tol wide."""
     model = build(AFFINE["gpt2"])
@@ -134,7 +133,7 @@ def test_more_digits_for_closer_enclosures(ds: xr.Dataset) -> None:
     ends = [lb.tables.summary(rough).loc["yudin", "geomean"] / by for by in (1.2, 1)]
     assert low <= ends[0] < ends[1] <= high < 1.2 * 1.1**2 * low  # two digits
 
-    def width(run: xr.Dataset, name: str) -> float:
+    def width(run, name):
         low, high = (statistics.geomean(statistics.quantity(run, name, end)) for end in (0, 1))
         return high / low - 1
 
@@ -147,7 +146,7 @@ def test_more_digits_for_closer_enclosures(ds: xr.Dataset) -> None:
 @pytest.mark.parametrize("how", ["geomean", "mean", "max", "median", 0.25])
 @pytest.mark.parametrize("by", ["layer", "head"])
 @pytest.mark.parametrize("values", ["ratio", "value"])
-def test_breakdown_by_plain_numpy(ds: xr.Dataset, by: str, how: str | float, values: str) -> None:
+def test_breakdown_by_plain_numpy(ds, by, how, values):
     table = lb.tables.breakdown(ds, by, bounds=["yudin", "kim"], reduce=how, values=values)
     assert table.index.names == (["layer"] if by == "layer" else ["layer", "head"])
     functions = {
@@ -170,7 +169,7 @@ def test_breakdown_by_plain_numpy(ds: xr.Dataset, by: str, how: str | float, val
 
 
 @pytest.mark.parametrize("by", lb.tables.BY)
-def test_every_table_in_every_format(ds: xr.Dataset, by: str) -> None:
+def test_every_table_in_every_format(ds, by):
     options = {"by": by, "bounds": ["castin", "lipbound"]}
     options |= {} if by == "bound" else {"reduce": "median"}
     made = lb.tables.table_of(ds, **options)
@@ -189,7 +188,7 @@ def test_every_table_in_every_format(ds: xr.Dataset, by: str) -> None:
         np.testing.assert_allclose(table["exact"], expected, rtol=1e-12)
 
 
-def test_latex_sets_numbers_one_way(ds: xr.Dataset) -> None:
+def test_latex_sets_numbers_one_way(ds):
     for by in lb.tables.BY:
         text = lb.tables.latex(ds, by=by, width="page")
         bodies = re.findall(r"\\midrule\n(.*?)\\bottomrule", text, re.DOTALL)
@@ -214,7 +213,7 @@ def test_latex_sets_numbers_one_way(ds: xr.Dataset) -> None:
         assert not any("dagger" in line for line in text.splitlines() if line.startswith("%"))
 
 
-def test_whole_layers_have_no_heads(ds: xr.Dataset) -> None:
+def test_whole_layers_have_no_heads(ds):
     model = build(AFFINE["gpt2"])
     layers = lb.compare(model, inputs_for(model), map="layer", bounds=["lipbound"], progress=False)
     assert list(lb.tables.breakdown(layers, "layer").index) == [0, 1]
@@ -224,7 +223,7 @@ def test_whole_layers_have_no_heads(ds: xr.Dataset) -> None:
     assert "2 layers; weights" in citations.methods(layers, "text")
 
 
-def test_hostile_names_stay_text(ds: xr.Dataset) -> None:
+def test_hostile_names_stay_text(ds):
     hostile = ds.copy(deep=True)
     names = "model data architecture device revision preprocessing map_description"
     hostile.attrs |= dict.fromkeys(names.split(), HOSTILE)
@@ -254,7 +253,7 @@ def test_hostile_names_stay_text(ds: xr.Dataset) -> None:
     assert "\\input{" not in citations.cite(hostile, "latex")
 
 
-def test_a_run_says_itself_what_its_bounds_are(ds: xr.Dataset) -> None:
+def test_a_run_says_itself_what_its_bounds_are(ds):
     """As `lipbound.compare` wrote it, whatever the registry says."""
     own = ds.rename(castin="mine", castin_sound="mine_sound")
     own.attrs["bounds"] = [{"castin": "mine"}.get(name, name) for name in ds.attrs["bounds"]]
@@ -263,7 +262,7 @@ def test_a_run_says_itself_what_its_bounds_are(ds: xr.Dataset) -> None:
     refused(lambda: citations.keys(own), "unknown bound 'mine'")
 
 
-def test_methods_say_the_settings_of_the_run(ds: xr.Dataset) -> None:
+def test_methods_say_the_settings_of_the_run(ds):
     text, typeset = citations.methods(ds, "text"), citations.methods(ds)
     found = [ds.attrs[name] for name in ("revision", "data_fingerprint", "architecture")]
     for part in (
@@ -282,7 +281,7 @@ def test_methods_say_the_settings_of_the_run(ds: xr.Dataset) -> None:
         assert "lower ends, sought to 0.001" in said
 
 
-def test_below_exact_is_told(ds: xr.Dataset) -> None:
+def test_below_exact_is_told(ds):
     other = ds.copy(deep=True)
     other["castin"][...] = other["exact"] / 2
     other["castin"].attrs["caveat"] = "it is 50 % of\n\\input{x}"
@@ -291,7 +290,7 @@ def test_below_exact_is_told(ds: xr.Dataset) -> None:
     assert "because it is 50 \\% of \\textbackslash{}input\\{x\\}." in citations.methods(other)
 
 
-def test_citations_come_from_the_registry(ds: xr.Dataset) -> None:
+def test_citations_come_from_the_registry(ds):
     other = ds.copy(deep=True)
     other["yudin"].attrs["citation"] = "x}\\input{/etc/passwd"
     assert "\\input{" not in citations.cite(other, "latex")

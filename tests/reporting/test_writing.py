@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import xarray as xr
 from support.runs import made_up
 from tueplots import bundles
 
@@ -23,13 +22,13 @@ STYLES = [name for name in dir(bundles) if name[-4:].isdigit()]
 
 
 @pytest.fixture(scope="module")
-def ds() -> xr.Dataset:
+def ds():
     return made_up()
 
 
 @pytest.mark.filterwarnings("ignore:style")
 @pytest.mark.parametrize("style", STYLES)
-def test_every_style_has_a_look(style: str) -> None:
+def test_every_style_has_a_look(style):
     for width in ("column", "page", 4.0):
         settings, inches, _ = look(style, width, None)
         assert 2 < inches < 8
@@ -38,12 +37,12 @@ def test_every_style_has_a_look(style: str) -> None:
 
 
 @pytest.mark.parametrize("style", ["aistats2025", "eccv2024"])
-def test_venues_without_a_choice_of_tex_are_drawn(ds: xr.Dataset, style: str) -> None:
+def test_venues_without_a_choice_of_tex_are_drawn(ds, style):
     with pytest.warns(UserWarning, match=f"style '{style}'.*left to TeX.*; STIXGeneral is taken"):
         lb.plots.heatmaps(ds, bounds=["yudin"], style=style)
 
 
-def test_files_that_users_save_have_fonts_that_papers_take(ds: xr.Dataset) -> None:
+def test_files_that_users_save_have_fonts_that_papers_take(ds):
     for figure, kind in (
         (lb.plots.heatmap(ds).figure, "pdf"),
         (lb.plots.ratios(ds, bounds=["yudin"]).figure, "ps"),
@@ -56,9 +55,7 @@ def test_files_that_users_save_have_fonts_that_papers_take(ds: xr.Dataset) -> No
 
 
 @pytest.mark.parametrize("kind", ["pdf", "png", "svg", "html"])
-def test_a_full_disk_is_named_and_leaves_what_was_there(
-    ds: xr.Dataset, kind: str, tmp_path: Path
-) -> None:
+def test_a_full_disk_is_named_and_leaves_what_was_there(ds, kind, tmp_path):
     """And not what the writers of single formats fail with when they are broken off."""
     resource = pytest.importorskip("resource")
     path, before = tmp_path / f"x.{kind}", resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -77,7 +74,7 @@ def test_a_full_disk_is_named_and_leaves_what_was_there(
     assert all(name.read_text() == "old" for name in names)
 
 
-def test_files_replace_one_another_whole(tmp_path: Path) -> None:
+def test_files_replace_one_another_whole(tmp_path):
     target, link = tmp_path / "a.txt", tmp_path / "link.txt"
     target.write_text("old")
     target.chmod(0o640)
@@ -102,15 +99,9 @@ def test_files_replace_one_another_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["table", "cite", "info"])
-def test_output_that_nobody_takes_is_one_sentence(
-    ds: xr.Dataset,
-    tmp_path: Path,
-    command: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
-) -> None:
+def test_output_that_nobody_takes_is_one_sentence(ds, tmp_path, command, monkeypatch, capsys):
     class Full(io.StringIO):
-        def flush(self) -> None:
+        def flush(self):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     run = store.save(ds, tmp_path / "run.zarr")
@@ -123,7 +114,7 @@ def test_output_that_nobody_takes_is_one_sentence(
     assert capsys.readouterr().err == said
 
 
-def test_ratios_far_beyond_the_others_leave_the_axis(ds: xr.Dataset) -> None:
+def test_ratios_far_beyond_the_others_leave_the_axis(ds):
     far = ds.copy(deep=True)
     far["specformer"][...] = far["exact"] * 1e177
     far["yudin"][1, 1, 1] = 1e200

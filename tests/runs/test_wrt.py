@@ -1,8 +1,5 @@
 """Runs of heads as functions of their keys, values or queries: numbers, refusals, words, checks."""
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -17,21 +14,21 @@ from lipbound.reporting.labels import facts, left_out
 from lipbound.runs.config import RunConfig
 from lipbound.schema import WRT
 
-OPTIONS: dict[str, Any] = {"max_length": 12, "progress": False}
+OPTIONS = {"max_length": 12, "progress": False}
 ALONE = tuple(name for name in WRT if name != "input")
 GROUPED = pytest.mark.parametrize("kind", ["Llama", "Qwen 3"])
 """Query heads share heads of keys and values, rotated; of the latter keys are normalised, too."""
 
 
 @pytest.fixture(scope="module")
-def run(bert: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(bert, text, tmp_path_factory):
     path = tmp_path_factory.mktemp("run") / "run.zarr"
     lb.compare(bert, text, samples=2, wrt="keys", out=path, **OPTIONS)
     return path
 
 
 @GROUPED
-def test_keys_and_values_are_those_of_the_models_cache(kind: str) -> None:
+def test_keys_and_values_are_those_of_the_models_cache(kind):
     model, ids = build(MODERN[kind]), torch.arange(14).view(2, 7)
     layers = lb.capture(model, {"input_ids": ids})
     cache = model(ids, use_cache=True).past_key_values
@@ -42,7 +39,7 @@ def test_keys_and_values_are_those_of_the_models_cache(kind: str) -> None:
 
 @pytest.mark.parametrize("map", ["head", "head_out"])
 @pytest.mark.parametrize("wrt", ALONE)
-def test_numbers_are_those_of_spectral_norm(wrt: str, map: str, bert: Path) -> None:
+def test_numbers_are_those_of_spectral_norm(wrt, map, bert):
     ds = lb.compare(bert, TEXTS, wrt=wrt, map=map, dtype="float64", layers=[1], **OPTIONS)
     batch = dict(lb.load_checkpoint(bert).tokenizer()(TEXTS, padding=True, return_tensors="pt"))
     att = lb.capture(tf.BertModel.from_pretrained(bert).double(), batch)[1]
@@ -56,7 +53,7 @@ def test_numbers_are_those_of_spectral_norm(wrt: str, map: str, bert: Path) -> N
     assert set(ds.attrs["not_applicable"]) == set(lb.bounds.names())
 
 
-def test_a_run_says_what_heads_are_functions_of(run: Path, bert: Path, text: Path) -> None:
+def test_a_run_says_what_heads_are_functions_of(run, bert, text):
     ds = lb.load(run)
     words = "as a function of its keys alone, as they enter the scores and a cache holds them"
     assert ds.attrs["wrt"] == "keys"
@@ -74,7 +71,7 @@ def test_a_run_says_what_heads_are_functions_of(run: Path, bert: Path, text: Pat
     refused(call, "wrt was keys and is now values", error=lb.errors.StoreError)
 
 
-def test_a_run_is_computed_again(run: Path) -> None:
+def test_a_run_is_computed_again(run):
     ds = lb.load(run)
     assert lb.verify(ds, places=4).ok
     refused(lambda: lb.verify(ds, automatic=True), "automatic=True differentiates by the input")
@@ -82,7 +79,7 @@ def test_a_run_is_computed_again(run: Path) -> None:
     assert not lb.verify(ds, places=1).ok
 
 
-def test_layers_without_a_closed_form_are_refused_before_anything_is_measured() -> None:
+def test_layers_without_a_closed_form_are_refused_before_anything_is_measured():
     model, x = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval(), torch.randn(2, 5, 8)
     given = lb.capture(model, {"query": x, "key": x, "value": x}, closed=False)
     run = lambda: lb.compare(given, wrt="keys", progress=False)  # noqa: E731
