@@ -1,8 +1,8 @@
 """Fixtures of every folder. What lasts for a session is checked at its end: no test may have
 changed it.
 
-What needs transformers is imported by the fixtures themselves: the process that only hands out
-tests to the others does not wait for it.
+What needs torch is imported by the fixtures themselves: the process that only hands out tests to
+the others does not wait for it. Functions of tests are not annotated: no type checker reads them.
 """
 
 import os
@@ -14,25 +14,19 @@ os.environ["OMP_NUM_THREADS"] = os.environ["LIPBOUND_TESTS_THREADS"]
 
 import gc
 import hashlib
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-import torch
-import xarray as xr
-from support.layers import KINDS, random_attention
+from support.kinds import KINDS
 from support.selection import combinations_left_out
 
 import lipbound as lb
 from lipbound import signs
-from lipbound.attention.layer import Attention
 
 signs.PAUSE = 3600.0  # on a busy machine any test may take longer than the pause between lines
-torch.set_num_threads(int(os.environ["LIPBOUND_TESTS_THREADS"]))
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     """Notebooks start first, then what else is in integration/: long tests at the end would keep
     one process busy when the others are done."""
     items.sort(key=lambda item: item.path.parent.name != "integration")
@@ -41,43 +35,48 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.slow)
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish():
     """What is imported by now stays: the garbage collector need not look at it again."""
+    import torch
+
+    torch.set_num_threads(int(os.environ["LIPBOUND_TESTS_THREADS"]))
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest) -> str:
+def kind(request):
     """Every kind of small layer."""
     return request.param
 
 
 @pytest.fixture
-def att(kind: str) -> Attention:
+def att(kind):
     """A float64 layer of every kind."""
+    from support.layers import random_attention
+
     return random_attention(kind)
 
 
-def _digest(folder: Path) -> dict[str, str]:
+def _digest(folder):
     files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
     return {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
-def _unchanged(folder: Path) -> Iterator[Path]:
+def _unchanged(folder):
     before = _digest(folder)
     yield folder
     assert _digest(folder) == before, f"a test wrote to {folder}; it must copy what it changes"
 
 
-def _shared(ds: xr.Dataset) -> Iterator[xr.Dataset]:
+def _shared(ds):
     before = ds.copy(deep=True)
     yield ds
     assert ds.identical(before), "a test changed the run that others share"
 
 
 @pytest.fixture(scope="session")
-def bert(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def bert(tmp_path_factory):
     """A small BERT with tokenizer; copy the folder to change it."""
     from support.models import save_bert
 
@@ -85,7 +84,7 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def vit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def vit(tmp_path_factory):
     """A small ViT with image processor; copy the folder to change it."""
     from support.models import save_vit
 
@@ -93,7 +92,7 @@ def vit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def text(tmp_path_factory):
     """A file of words that the small BERT knows."""
     folder = tmp_path_factory.mktemp("text")
     words = "the ferry is in a clock of the keeper and the lighthouse "
@@ -103,7 +102,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def gpt2_run() -> Iterator[xr.Dataset]:
+def gpt2_run():
     """A run of all bounds on a small GPT-2, 2 samples x 2 layers x 4 heads; take
     ``copy(deep=True)`` to change it."""
     from support.models import AFFINE, build, inputs_for
@@ -114,7 +113,7 @@ def gpt2_run() -> Iterator[xr.Dataset]:
 
 
 @pytest.fixture(scope="session")
-def whole(bert: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[xr.Dataset]:
+def whole(bert, tmp_path_factory):
     """The run of `support.runs` in one go, as it is stored."""
     from support.runs import OPTIONS, TEXTS
 

@@ -4,13 +4,11 @@ right ones are accepted."""
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import datasets
 import numpy as np
 import pytest
 import torch
-import xarray as xr
 from support.checks import refused
 from support.layers import random_attention
 from support.models import AFFINE, build, inputs_for
@@ -21,7 +19,7 @@ from lipbound.models.checkpoint import Checkpoint
 from lipbound.runs import store
 from lipbound.runs.config import RunConfig
 
-WRONG: dict[str, Any] = {"None": None, "digits": "8", "text": "x", "empty": "", "bytes": b"x"}
+WRONG = {"None": None, "digits": "8", "text": "x", "empty": "", "bytes": b"x"}
 WRONG |= {"fraction": 1.5, "nan": float("nan"), "inf": float("inf"), "negative": -3, "zero": 0}
 WRONG |= {"flag": True, "list": [1.5], "dict": {}, "set": {1.5}, "array": np.array([1, 2])}
 WRONG |= {"object": object(), "path": Path("x"), "function": print, "complex": 1j}
@@ -31,7 +29,7 @@ ATT = random_attention("plain")
 Cases = list[tuple[str, Callable[[], object]]]
 
 
-def each(name: str, call: Callable[[Any], object], *right: str) -> Cases:
+def each(name, call, *right):
     """A call with every wrong value but those that are right here. What the error must name is the
     last word of the name, but for those of `UNNAMED`."""
     return [
@@ -41,7 +39,7 @@ def each(name: str, call: Callable[[Any], object], *right: str) -> Cases:
     ]
 
 
-def options(prefix: str, call: Callable[..., object], **right: str) -> Cases:
+def options(prefix, call, **right):
     """A call with every wrong value of some of its options, each with what is right for it."""
     return [
         case
@@ -50,7 +48,7 @@ def options(prefix: str, call: Callable[..., object], **right: str) -> Cases:
     ]
 
 
-def settings() -> Cases:
+def settings():
     """Arguments of compare, which all commands share; what is looked at later is not built for
     them."""
     plain = dict.fromkeys(("samples", "max_length", "tol", "bounds", "map", "norm", "dtype"), "")
@@ -60,7 +58,7 @@ def settings() -> Cases:
     return options("", partial(RunConfig, "m"), **plain, memory="digits fraction")
 
 
-def layers() -> Cases:
+def layers():
     """Arguments of what takes an `Attention`."""
     plain = {name: getattr(ATT, name) for name in ("x", "w_q", "w_k", "w_v")}
     others = "b_q w_o mask valid sinks rotation norm_q norm_k".split()
@@ -78,7 +76,7 @@ def layers() -> Cases:
     }
     found += [(f"x {kind}", partial(build, x=tensor)) for kind, tensor in tensors.items()]
     yudin = lb.bounds.get("yudin")
-    calls: dict[str, Callable[[Any], object]] = {
+    calls = {
         "norm of": lb.spectral_norm,
         "token of": lb.token_norm,
         "profile of": lb.token_profile,
@@ -105,7 +103,7 @@ def layers() -> Cases:
     return found + options("attack ", partial(lb.attack, ATT, 0.1), **of_attack)
 
 
-def models() -> Cases:
+def models():
     """Arguments of what takes a model."""
     bert, ids = build(AFFINE["bert"]), {"input_ids": torch.arange(3, 9)[None]}
     beyond, whole = {"input_ids": torch.full((1, 4), 999)}, build(AFFINE["bert"])
@@ -118,7 +116,7 @@ def models() -> Cases:
         "long": torch.ones(1, 60, dtype=torch.long),
         "rows": [[1, 2]],
     }
-    found: Cases = [
+    found = [
         (f"capture {name}", partial(lb.capture, bert, {"input_ids": value}))
         for name, value in inputs.items()
     ]
@@ -150,7 +148,7 @@ CASES = dict(settings() + layers() + models())
 
 
 @pytest.mark.parametrize("start", sorted({name.split()[0] for name in CASES}))
-def test_every_wrong_argument_is_refused_in_one_sentence(start: str) -> None:
+def test_every_wrong_argument_is_refused_in_one_sentence(start):
     """By its first word, since a test for each of hundreds takes longer than they do."""
     wrong = {}
     for name in [name for name in CASES if name.split()[0] == start]:
@@ -178,7 +176,7 @@ NEARLY = {
 }
 
 
-def test_what_is_nearly_right_is_accepted(bert: Path) -> None:
+def test_what_is_nearly_right_is_accepted(bert):
     for name, values in NEARLY.items():
         for value in values:
             found = getattr(RunConfig(str(bert), **{name: value}), name)
@@ -192,12 +190,12 @@ QUICK = {"max_length": 12, "bounds": "castin", "progress": False}
 
 
 @pytest.fixture(scope="module")
-def one(bert: Path) -> xr.Dataset:
+def one(bert):
     device = torch.device("cpu")
     return lb.compare(bert, SENTENCE, layers=1, device=device, dtype=torch.float32, **QUICK)
 
 
-def test_a_sentence_is_data_like_a_list_of_it(bert: Path, one: xr.Dataset) -> None:
+def test_a_sentence_is_data_like_a_list_of_it(bert, one):
     assert one.sizes == {"sample": 1, "layer": 1, "head": 4}
     assert one.attrs["data"] == f"the text {SENTENCE!r}"
     listed = lb.compare(bert, [SENTENCE], layers=[1], **QUICK)
@@ -205,7 +203,7 @@ def test_a_sentence_is_data_like_a_list_of_it(bert: Path, one: xr.Dataset) -> No
     assert lb.verify(one, places=1).ok
 
 
-def test_data_that_is_nearly_right(bert: Path, one: xr.Dataset) -> None:
+def test_data_that_is_nearly_right(bert, one):
     tokens = lb.load_checkpoint(bert).tokenizer()([SENTENCE])
     for given in (
         tokens,
@@ -218,7 +216,7 @@ def test_data_that_is_nearly_right(bert: Path, one: xr.Dataset) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_a_loaded_model_in_another_dtype_is_measured_as_a_copy(dtype: torch.dtype) -> None:
+def test_a_loaded_model_in_another_dtype_is_measured_as_a_copy(dtype):
     model, options = build(AFFINE["bert"]).to(dtype), {"layers": 0, **QUICK}
     with pytest.warns(Notice, match="a copy of it in float32 is measured"):
         ds = lb.compare(model, inputs_for(model), **options)
@@ -230,7 +228,7 @@ def test_a_loaded_model_in_another_dtype_is_measured_as_a_copy(dtype: torch.dtyp
     np.testing.assert_array_equal(ds["exact"], expected["exact"])
 
 
-def test_one_in_whole_and_half_precision_is_a_copy_too() -> None:
+def test_one_in_whole_and_half_precision_is_a_copy_too():
     model = build(AFFINE["bert"])
     model.encoder.layer[0].half()
     with pytest.warns(Notice, match="weights are in float16 and float32; a copy of it in float32"):
@@ -238,12 +236,12 @@ def test_one_in_whole_and_half_precision_is_a_copy_too() -> None:
 
 
 @pytest.fixture(scope="module")
-def run() -> xr.Dataset:
+def run():
     model = build(AFFINE["gpt2"])
     return lb.compare(model, inputs_for(model), bounds=["castin", "yudin"], progress=False)
 
 
-def test_runs_are_taken_by_path_and_in_part(run: xr.Dataset, tmp_path: Path) -> None:
+def test_runs_are_taken_by_path_and_in_part(run, tmp_path):
     store.save(run, tmp_path / "run.zarr")
     assert lb.tables.summary(tmp_path / "run.zarr").equals(lb.tables.summary(run))
     assert lb.cite(str(tmp_path / "run.zarr")) == lb.cite(run)
@@ -256,7 +254,7 @@ def test_runs_are_taken_by_path_and_in_part(run: xr.Dataset, tmp_path: Path) -> 
     assert lb.plots.heatmaps(parts[0], bounds=["yudin"]).axes
 
 
-def test_notices_are_of_the_line_that_called(run: xr.Dataset, tmp_path: Path) -> None:
+def test_notices_are_of_the_line_that_called(run, tmp_path):
     store.save(run * 2, tmp_path / "edited.zarr")
     with pytest.warns(Notice, match="only 1 of 2 samples are different") as told:
         lb.compare("builtin:gpt2", ["same", "same"], bounds="none", layers=[0], progress=False)
@@ -268,22 +266,22 @@ def test_notices_are_of_the_line_that_called(run: xr.Dataset, tmp_path: Path) ->
 # -- messages: a call, and words that must occur ---------------------------------------------------
 
 
-MISSPELT: dict[str, Callable[[Any], object]] = {
-    "samples": lambda ds: lb.compare([ATT], sample=1),  # type: ignore[call-arg]
-    "tol": lambda ds: lb.spectral_norm(ATT, tolerance=1),  # type: ignore[call-arg]
-    "mask": lambda ds: lb.Attention(ATT.x, ATT.w_q, ATT.w_k, ATT.w_v, masks=1),  # type: ignore[call-arg]
-    "every": lambda ds: lb.Monitor(torch.nn.Linear(1, 1), ATT.x, everys=1),  # type: ignore[call-arg]
-    "layers": lambda ds: lb.capture(torch.nn.Linear(1, 1), ATT.x, layer=0),  # type: ignore[call-arg]
-    "weights": lambda ds: lb.load_checkpoint("builtin:gpt2", weight="whole"),  # type: ignore[call-arg]
-    "places": lambda ds: lb.verify(ds, place=1),  # type: ignore[call-arg]
-    "limits": lambda ds: lb.plots.heatmap(ds, limit=(0, 1)),  # type: ignore[call-arg]
-    "columns": lambda ds: lb.plots.heatmaps(ds, column=1),  # type: ignore[call-arg]
+MISSPELT = {
+    "samples": lambda ds: lb.compare([ATT], sample=1),
+    "tol": lambda ds: lb.spectral_norm(ATT, tolerance=1),
+    "mask": lambda ds: lb.Attention(ATT.x, ATT.w_q, ATT.w_k, ATT.w_v, masks=1),
+    "every": lambda ds: lb.Monitor(torch.nn.Linear(1, 1), ATT.x, everys=1),
+    "layers": lambda ds: lb.capture(torch.nn.Linear(1, 1), ATT.x, layer=0),
+    "weights": lambda ds: lb.load_checkpoint("builtin:gpt2", weight="whole"),
+    "places": lambda ds: lb.verify(ds, place=1),
+    "limits": lambda ds: lb.plots.heatmap(ds, limit=(0, 1)),
+    "columns": lambda ds: lb.plots.heatmaps(ds, column=1),
     "width": lambda ds: lb.tables.latex(ds, widths=80),
 }
 """Calls with an option that is nearly the one of that name."""
 LAYER = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval()
 ONES = (torch.ones(1, 5, 8),) * 3
-MESSAGES: list[tuple[Callable[[Any], object], str]] = [
+MESSAGES = [
     (
         lambda _: lb.compare("m", samples="8"),
         "'8'; it must be a whole number, at least 1, or 'all'",
@@ -302,11 +300,11 @@ MESSAGES: list[tuple[Callable[[Any], object], str]] = [
     (lambda _: lb.compare(LAYER, inputs=ONES, layers=1), "the model has 1 attention layer, "),
     (lambda _: lb.compare(LAYER, dtype=torch.float16), "dtype is float16; allowed are"),
     (lambda _: lb.compare(LAYER), "; give inputs="),
-    (lambda _: lb.spectral_norm(torch.eye(2)), "spectral_norm was given is of type Tensor; give"),  # type: ignore[arg-type]
+    (lambda _: lb.spectral_norm(torch.eye(2)), "spectral_norm was given is of type Tensor; give"),
 ]
 
 
-def test_messages_say_what_was_given(run: xr.Dataset) -> None:
+def test_messages_say_what_was_given(run):
     for call, words in MESSAGES:
         refused(lambda call=call: call(run), words)
     for meant, call in MISSPELT.items():
@@ -315,7 +313,7 @@ def test_messages_say_what_was_given(run: xr.Dataset) -> None:
 
 
 @pytest.mark.parametrize("path", [5, "", ["figure.pdf"]])
-def test_what_is_no_path_is_refused(path: Any, run: xr.Dataset) -> None:
+def test_what_is_no_path_is_refused(path, run):
     axes = lb.plots.by_layer(run)
     for write in (
         lambda: lb.plots.heatmaps(run, path),
@@ -329,7 +327,7 @@ def test_what_is_no_path_is_refused(path: Any, run: xr.Dataset) -> None:
         refused(write, "path is ", "; give the name of a file, as '")
 
 
-def test_what_is_no_run_is_refused(run: xr.Dataset) -> None:
+def test_what_is_no_run_is_refused(run):
     lost = run.mean("sample"), run.drop_attrs(), run["exact"], run.isel(sample=[])
     tables = lb.tables.summary, lb.tables.latex, lb.tables.bibtex
     for given in (*lost, *WRONG.values()):
@@ -337,7 +335,7 @@ def test_what_is_no_run_is_refused(run: xr.Dataset) -> None:
             refused(lambda use=use, given=given: use(given))
 
 
-def test_inputs_in_bfloat16_are_measured_as_they_are() -> None:
+def test_inputs_in_bfloat16_are_measured_as_they_are():
     """numpy, which hashes inputs, knows no such numbers."""
     model = torch.nn.TransformerEncoderLayer(8, 2, 8, batch_first=True).eval()
     x = torch.randn(1, 5, 8, generator=torch.Generator().manual_seed(0)).bfloat16()

@@ -6,9 +6,6 @@ import hashlib
 import itertools
 import os
 import re
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 from support.clumsy import mess
@@ -40,8 +37,6 @@ compare {mess}/bad-config => is not a valid JSON file
 compare <{mess}/list-config|{mess}/empty-config> => could not be loaded: Unrecognized model
 compare {mess}/unknown-type => has model type `mystery` but
 compare {mess}/odd-heads => is not a multiple of the number of attention heads
-compare {mess}/whole-numbers --max-length 12 => are not all floating-point numbers, encoder.layer.0
-compare {mess}/pickled --max-length 12 => holds other things than weights, none of which were run
 compare {mess}/resnet --samples 1 => no attention that can be captured
 compare {mess}/no-tokenizer --max-length 12 => has no files of its tokenizer
 compare {mess}/bad-tokenizer --max-length 12 => has no usable tokenizer
@@ -143,7 +138,7 @@ SHORT = {
 }
 
 
-def cases(table: str) -> Iterator[tuple[str, str]]:
+def cases(table):
     """Commands of a table, each with one of the alternatives, and their words."""
     for row in table.strip().splitlines():
         line, _, words = row.partition(" => ")
@@ -158,13 +153,10 @@ def cases(table: str) -> Iterator[tuple[str, str]]:
 CASES = dict(cases(TABLE))
 OLD = "transformers fails otherwise"
 LACKING = dict.fromkeys(("compare {mess}/list-config", "compare {mess}/empty-config"), OLD)
-LACKING |= {"compare {mess}/pickled --max-length 12": "pickled weights need torch 2.6"}
 
 
 @pytest.fixture(scope="module")
-def places(
-    bert: Path, vit: Path, text: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, Path]]:
+def places(bert, vit, text, tmp_path_factory):
     folder = mess(tmp_path_factory.mktemp("mess"), bert, vit, text)
     yield {"bert": bert, "vit": vit, "text": text, "mess": folder}
     left = [path for path in folder.iterdir() if "partial" in path.name]
@@ -177,14 +169,14 @@ COMPANIONS: dict[object, object] = {}
 
 
 @pytest.fixture(autouse=True)
-def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+def offline(monkeypatch):
     """No network; what can be loaded is loaded once."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr(compare, "load_checkpoint", LOADED)
     find = checkpoint.Checkpoint._companion
 
-    def kept(self: checkpoint.Checkpoint, *words: object) -> object:
+    def kept(self, *words):
         if (id(self), *words) not in COMPANIONS:
             COMPANIONS[id(self), *words] = find(self, *words)
         return COMPANIONS[id(self), *words]
@@ -193,11 +185,11 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def run(places: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def run(places, tmp_path, monkeypatch):
     """Does a command in a folder of its own: status, standard output, lines of standard error."""
     monkeypatch.chdir(tmp_path)
 
-    def done(line: str) -> tuple[int, str, list[str]]:
+    def done(line):
         status, out, err = command(line.format(tmp=tmp_path, **places))
         return status, out, err.splitlines()
 
@@ -205,9 +197,7 @@ def run(places: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("line", marked(CASES, LACKING))
-def test_one_sentence_and_status_two(
-    line: str, places: dict[str, Path], tmp_path: Path, run: Any
-) -> None:
+def test_one_sentence_and_status_two(line, places, tmp_path, run):
     status, _, err = run(line)
     said = [one for one in err if not one.startswith("note: ")]
     assert (status, len(said)) == (2, 1), err
@@ -231,7 +221,7 @@ compare {bert} {quick} --layers 0-1 => norms: 8 (2 layers x 4 heads, 1 sample)
 
 
 @pytest.mark.parametrize(("line", "words"), list(cases(OTHERWISE)))
-def test_what_is_done_otherwise_is_told(line: str, words: str, tmp_path: Path, run: Any) -> None:
+def test_what_is_done_otherwise_is_told(line, words, tmp_path, run):
     """On standard error and in the run, and with --quiet in the run alone."""
     status, _, err = run(f"{line} --out {{tmp}}/run.zarr")
     assert (status, err) == (0, [err[0]]), err
@@ -242,14 +232,14 @@ def test_what_is_done_otherwise_is_told(line: str, words: str, tmp_path: Path, r
 
 
 @pytest.mark.parametrize(("line", "words"), list(cases(NEARLY_RIGHT)))
-def test_what_is_nearly_right_is_done(line: str, words: str, run: Any) -> None:
+def test_what_is_nearly_right_is_done(line, words, run):
     status, out, err = run(line)
     assert (status, err) == (0, [])
     assert words in out
     assert "LIPBOUND_VERBOSE" not in os.environ
 
 
-def test_other_libraries_are_silent_unless_asked(places: dict[str, Path], run: Any) -> None:
+def test_other_libraries_are_silent_unless_asked(places, run):
     digest = hashlib.sha256((places["mess"] / "numbers.csv").read_bytes())
     assert len(run("compare {bert} --max-length 12 --data {mess}/numbers.csv")[2]) == 1
     # not in the cache of datasets

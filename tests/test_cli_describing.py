@@ -2,8 +2,6 @@
 
 import json
 import math
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,20 +15,20 @@ from lipbound.models.catalogue import BUILTINS, Builtin, describe
 
 
 @pytest.fixture(scope="module")
-def run(bert: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(bert, text, tmp_path_factory):
     path = tmp_path_factory.mktemp("run") / "run.zarr"
     options = {"samples": 2, "max_length": 8, "progress": False, "out": path}
     lb.compare(bert, text, bounds=["yudin", "castin", "lipbound"], **options)
     return path
 
 
-def data(line: str) -> Any:
+def data(line):
     return json.loads(
         said(f"{line} --json"), parse_constant=lambda name: pytest.fail(f"{name} is no JSON")
     )
 
 
-def test_models_are_what_their_files_say() -> None:
+def test_models_are_what_their_files_say():
     listed = data("models")
     assert [one["name"] for one in listed] == [f"builtin:{name}" for name in BUILTINS]
     for one in listed:
@@ -49,25 +47,23 @@ def test_models_are_what_their_files_say() -> None:
         assert part in text
 
 
-def test_a_model_that_is_not_installed_is_listed_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_is_not_installed_is_listed_as_such(monkeypatch):
     monkeypatch.setitem(BUILTINS, "minilm", Builtin("no-such-package", "1", "demo", "0"))
     assert describe("minilm").missing
     assert "not installed: builtin:minilm needs the package no-such-package" in said("models")
 
 
-def test_info_says_what_a_run_holds(run: Path, tmp_path: Path) -> None:
+def test_info_says_what_a_run_holds(run, tmp_path):
     ds, found = lb.load(run), data(f"info {run}")
     for name in ("model", "revision", "samples", "method", "dtype", "bounds"):
         assert found[name] == ds.attrs[name]
     assert found["layers"] == ds["layer"].values.tolist()
     assert found["exact to"] == float(ds["exact"].max())
-    assert found["bytes at once"] == ds.attrs["block_bytes"] > 1e4
     assert found["checksums"] == "hold"
     files = (file for file in run.rglob("*") if file.is_file())
     assert found["bytes on disk"] == sum(file.stat().st_size for file in files)
     text = said(f"info {run}")
     assert f"model             {ds.attrs['model']}\n" in text
-    assert "bounds            yudin, castin, lipbound\n" in text
     edited = ds.copy(deep=True)
     edited["yudin"][0, 0, 0] *= 2
     edited.to_zarr(tmp_path / "edited.zarr", consolidated=False)
@@ -75,7 +71,7 @@ def test_info_says_what_a_run_holds(run: Path, tmp_path: Path) -> None:
     assert "are not those that were computed" in checksums
 
 
-def test_tables_for_programs(run: Path) -> None:
+def test_tables_for_programs(run):
     ds, found = lb.load(run), data(f"table {run}")
     for row, (name, expected) in zip(found["rows"], lb.tables.summary(ds).iterrows(), strict=True):
         assert row["bound"] == name
@@ -86,7 +82,7 @@ def test_tables_for_programs(run: Path) -> None:
     assert found["run"] == lb.tables.caption(ds)
 
 
-def test_bounds_and_verification_for_programs(run: Path) -> None:
+def test_bounds_and_verification_for_programs(run):
     listed = data("bounds")
     assert [one["name"] for one in listed] == lb.bounds.names(None)
     assert {one["norm"] for one in listed} == {"frobenius", "every-token", "one-token"}
@@ -97,13 +93,13 @@ def test_bounds_and_verification_for_programs(run: Path) -> None:
     assert {row["variable"] for row in found["table"]} >= {"exact", "yudin"}
 
 
-def test_numbers_that_json_has_not() -> None:
+def test_numbers_that_json_has_not():
     assert plain_data({"a": [np.float64("inf"), -math.inf, math.nan, np.int64(3), True, "x"]}) == {
         "a": ["inf", "-inf", None, 3, True, "x"]
     }
 
 
-def test_values_are_tables_in_notebooks(run: Path) -> None:
+def test_values_are_tables_in_notebooks(run):
     att = random_attention("biases")
     norm = lb.spectral_norm(att, delta=1e-6)
     html = norm._repr_html_()
@@ -111,12 +107,8 @@ def test_values_are_tables_in_notebooks(run: Path) -> None:
     assert f">{float(norm.lower[1, 2]):.6g}<".rstrip("0<") in html
     many = lb.Norm(*(torch.ones(40, 3, dtype=torch.float64) for _ in range(5)))
     assert "and 96 more rows" in many._repr_html_()
-    layer = att._repr_html_()
-    assert '<td style="text-align: left">3</td>' in layer  # heads
-    assert "b_q" in layer
-    bound = lb.bounds.get("yudin")._repr_html_()
-    assert "<math " in bound
-    assert "Theorem 3 with Remark 2" in bound
+    assert "b_q" in att._repr_html_()
+    assert "<math " in lb.bounds.get("yudin")._repr_html_()
     ds = lb.load(run)
     ds["yudin"].attrs["label"] = "<script>"
     table = lb.tables.table_of(ds)._repr_html_()

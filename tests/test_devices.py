@@ -12,7 +12,6 @@ from support.layers import random_attention
 
 import lipbound as lb
 from lipbound.devices import SERIAL, available, side_by_side, threads_for
-from lipbound.errors import LipboundError, MemoryFullError
 from lipbound.jacobians import streaming
 
 
@@ -32,14 +31,14 @@ def test_results_are_in_order_threads_shared_out_and_errors_raised_once_all_have
     def task(name):
         meeting.wait()
         if name == "wrong":
-            raise LipboundError("no")
+            raise lb.LipboundError("no")
         ended.append(sum(range(10**6)))
         return name, torch.get_num_threads(), torch.is_grad_enabled()
 
     with torch.no_grad():
         found = side_by_side([lambda: task("a"), lambda: task("b")])
     assert found == [("a", 2, False), ("b", 2, False)]
-    with pytest.raises(LipboundError, match="no"):
+    with pytest.raises(lb.LipboundError, match="no"):
         side_by_side([lambda: task("wrong"), lambda: task("c")])
     assert ended == [499999500000] * 3
     assert torch.get_num_threads() == 4
@@ -96,7 +95,7 @@ def test_where_memory_runs_out_rows_are_tried_and_then_told(monkeypatch):
     again = lb.spectral_norm(att.double().to(torch.float32), tol=1e-6)
     torch.testing.assert_close(again.lower, whole.lower, rtol=2e-6, atol=0)
     monkeypatch.setattr(streaming, "StreamedHeadJacobian", full)
-    with pytest.raises(MemoryFullError, match=r"2\.00 GiB.*fewer samples.*device='cpu'"):
+    with pytest.raises(lb.errors.MemoryFullError, match=r"2\.00 GiB.*fewer samples.*device='cpu'"):
         lb.spectral_norm(att)
 
 
@@ -117,7 +116,7 @@ def test_a_run_that_ran_out_of_memory_goes_on_where_it_was(monkeypatch, tmp_path
     count, out = len(calls), tmp_path / "run.zarr"
     calls.clear()
     most[0] = count // 2
-    with pytest.raises(MemoryFullError, match="no memory left"):
+    with pytest.raises(lb.errors.MemoryFullError, match="no memory left"):
         lb.compare("builtin:gpt2", bounds=["castin"], out=out, **options)
     calls.clear()
     most[0] = math.inf

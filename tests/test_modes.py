@@ -1,10 +1,8 @@
 """Numbers do not depend on the modes of torch that the caller has set; what they are without any is
 the oracle."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import cache
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +10,6 @@ import torch
 import transformers as tf
 from robustness import embedding_accuracy
 from support.models import TEXT, build
-from torch import Tensor
 
 import lipbound as lb
 
@@ -22,7 +19,7 @@ IDS = torch.randint(3, 60, (2, 5), generator=torch.Generator().manual_seed(0))
 
 
 @contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype):
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -31,7 +28,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+MODES = {
     "no_grad": torch.no_grad,
     "inference": torch.inference_mode,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
@@ -40,21 +37,21 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 
 
-def classifier() -> tf.PreTrainedModel:
+def classifier():
     return build(lambda: tf.BertForSequenceClassification(tf.BertConfig(**TEXT, num_labels=3)))
 
 
-def ends(norm: Any) -> Tensor:
+def ends(norm):
     return torch.cat([norm.lower.flatten(), norm.upper.flatten()])
 
 
-def one(a: lb.Attention) -> lb.Attention:
+def one(a):
     """Of searches, which take long, one head at one input."""
     return a.select(slice(0, 1), slice(0, 1))
 
 
 CURVE = {"steps": 1, "ball": "frobenius", "bounds": ["yudin"]}
-OF_LAYERS: dict[str, Callable[[lb.Attention], Any]] = {
+OF_LAYERS = {
     "attack": lambda a: lb.attack(one(a), 0.5, steps=2).norm,
     "radius_curve": lambda a: list(lb.radius_curve(one(a), [0.1], **CURVE).values()),
     "enclosure": lambda a: ends(lb.spectral_norm(a, delta=1e-6)),
@@ -65,7 +62,7 @@ OF_LAYERS: dict[str, Callable[[lb.Attention], Any]] = {
     "over_ball": lambda a: lb.bounds.over_ball(a, 0.5),
     "outputs": lambda a: a.out,
 }
-OF_MODELS: dict[str, Callable[[Any, Any], Any]] = {
+OF_MODELS = {
     "network_norm": lambda m, x: ends(lb.network_norm(m, x, end="logits")),
     "block": lambda m, x: ends(lb.network_norm(m, x, start=1, end=1, tol=1e-2)),
     "accuracy": lambda m, x: list(
@@ -79,19 +76,19 @@ OF_MODELS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def same(mine: Any, exact: Any) -> None:
+def same(mine, exact):
     np.testing.assert_allclose(np.asarray(mine), np.asarray(exact), rtol=1e-12)
 
 
 @cache
-def without(name: str) -> Any:
+def without(name):
     """What there is without a mode."""
     return OF_LAYERS[name](lb.Attention(*TENSORS))
 
 
 @pytest.mark.parametrize("name", OF_LAYERS)
 @pytest.mark.parametrize("mode", MODES)
-def test_layers(mode: str, name: str) -> None:
+def test_layers(mode, name):
     exact = without(name)
     kept = lb.Attention(*TENSORS)
     with MODES[mode]():
@@ -104,7 +101,7 @@ def test_layers(mode: str, name: str) -> None:
 @pytest.mark.each_value
 @pytest.mark.parametrize("name", OF_MODELS)
 @pytest.mark.parametrize("mode", MODES)
-def test_models(mode: str, name: str) -> None:
+def test_models(mode, name):
     model = classifier()
     exact = OF_MODELS[name](model, {"input_ids": IDS})
     with MODES[mode]():
@@ -112,7 +109,7 @@ def test_models(mode: str, name: str) -> None:
         same(OF_MODELS[name](model, batch), exact)
 
 
-def test_models_made_in_inference_mode() -> None:
+def test_models_made_in_inference_mode():
     batch = {"input_ids": IDS}
     exact = ends(lb.network_norm(classifier(), batch))
     with torch.inference_mode():
@@ -121,7 +118,7 @@ def test_models_made_in_inference_mode() -> None:
     same(ends(lb.network_norm(model, batch)), exact)
 
 
-def test_derivatives_after_inference_mode() -> None:
+def test_derivatives_after_inference_mode():
     """What a layer derives in inference mode serves where derivatives are wanted later."""
     x = TENSORS[0].clone().requires_grad_()
     layer = lb.Attention(TENSORS[0], *TENSORS[1:])
@@ -131,7 +128,7 @@ def test_derivatives_after_inference_mode() -> None:
     assert bool(torch.isfinite(gradient).all())
 
 
-def test_modes_are_as_before() -> None:
+def test_modes_are_as_before():
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
         lb.spectral_norm(lb.Attention(*TENSORS))
         assert torch.is_inference_mode_enabled()

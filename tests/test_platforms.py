@@ -11,7 +11,6 @@ from support.checks import refused
 
 import lipbound as lb
 from lipbound import devices
-from lipbound.errors import CheckpointError, InputsError
 
 LACKING = {
     "os": set(
@@ -35,7 +34,7 @@ MODULES = set("crypt fcntl grp nis posix pty pwd resource syslog termios tty".sp
 def asked_of_some_systems(source: str) -> set[str]:
     """What code uses that some systems lack; what it looks for by `hasattr` first does
     not count."""
-    found: set[str] = set()
+    found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             module, name = node.value.id, node.attr
@@ -78,7 +77,7 @@ def test_paths_of_windows_are_no_hub_ids_no_datasets_and_no_texts() -> None:
     checkpoint = lb.load_checkpoint("builtin:gpt2")
     for name in PATHS:
         none = "there is no directory ", "there is no file or folder "
-        refused(partial(lb.load_checkpoint, name), none[0], error=CheckpointError)
-        refused(partial(lb.prepare, checkpoint, name), none[1], name, error=InputsError)
+        refused(partial(lb.load_checkpoint, name), none[0], error=lb.errors.CheckpointError)
+        refused(partial(lb.prepare, checkpoint, name), none[1], name, error=lb.errors.InputsError)
     for text in ("a backslash \\ is no path", "so: is this", r"the sum of \alpha and \beta"):
         assert lb.prepare(checkpoint, text, max_length=64).description == f"the text {text!r}"

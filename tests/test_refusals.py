@@ -13,7 +13,6 @@ from support.layers import changed, random_attention
 from support.models import AFFINE, build
 
 import lipbound as lb
-from lipbound import bounds
 from lipbound.analysis import adversarial_inputs, mean_field
 from lipbound.analysis.length_growth import exponents, sequence_growth
 from lipbound.analysis.network import blocks
@@ -37,7 +36,7 @@ def calls(call: Callable[..., Any], *cases: tuple[dict[str, Any], str]) -> list[
 
 BOUNDS: list[tuple[Call, str]] = [
     *calls(
-        partial(bounds.over_ball, BIASED),
+        partial(lb.bounds.over_ball, BIASED),
         ({"radius": []}, "radius is empty"),
         ({"radius": [1, "x"]}, "radius is 'x'"),
         ({"radius": 1e200}, "at most 1e60"),
@@ -46,7 +45,7 @@ BOUNDS: list[tuple[Call, str]] = [
         ({"radius": 1.0, "at": "castin"}, "is not a bound here"),
         ({"radius": 1.0, "at": "lipbound_one"}, "is stated in the one-token norm"),
     ),
-    (lambda: bounds.get("yudin_g1").over_ball(ATT, 1.0), "without a radius"),
+    (lambda: lb.bounds.get("yudin_g1").over_ball(ATT, 1.0), "without a radius"),
     *calls(
         partial(lb.spectral_norm, ATT),
         ({"seed": [1] * 5}, "5 seeds"),
@@ -54,10 +53,10 @@ BOUNDS: list[tuple[Call, str]] = [
         ({"method": "lanzcos"}, "did you mean 'lanczos'"),
     ),
     (lambda: lb.radius_curve(ATT, []), "radius is empty"),
-    (lambda: bounds.names("every"), "unknown norm 'every'; did you mean 'every-token'"),
-    (lambda: bounds.evaluate(ATT, ["nothing"]), "unknown bound 'nothing'"),
+    (lambda: lb.bounds.names("every"), "unknown norm 'every'; did you mean 'every-token'"),
+    (lambda: lb.bounds.evaluate(ATT, ["nothing"]), "unknown bound 'nothing'"),
     *calls(
-        lambda name="yudin", **given: bounds.whole_layer(ATT, name, **given),
+        lambda name="yudin", **given: lb.bounds.whole_layer(ATT, name, **given),
         ({"name": "kim"}, "leave it out"),
         ({"map": "head"}, "unknown map of a whole layer 'head'"),
         ({"rule": "sums"}, "did you mean 'sum'"),
@@ -75,17 +74,17 @@ PENALTIES: list[tuple[Call, str]] = [
     (lambda: JaSMin(1), "k is 1"),
     (lambda: JaSMin(0, "sum"), "unknown reduction"),
     (lambda: JaSMin()([]), "no attentions"),
-    (lambda: JaSMin()(P), "give a list"),  # type: ignore[arg-type]
-    (lambda: JaSMin()((None, None)), "attentions is None"),  # type: ignore[arg-type]
+    (lambda: JaSMin()(P), "give a list"),
+    (lambda: JaSMin()((None, None)), "attentions is None"),
     (lambda: JaSMin()([torch.ones(2, 2)]), "has shape"),
     (lambda: JaSMin()([P], torch.ones(1, 3)), "need (1, 2)"),
-    (lambda: JaSMin()([P], [1, 1]), "valid is [1, 1]"),  # type: ignore[arg-type]
-    (lambda: JaSMin()(3), "list"),  # type: ignore[arg-type]
+    (lambda: JaSMin()([P], [1, 1]), "valid is [1, 1]"),
+    (lambda: JaSMin()(3), "list"),
     (lambda: SoundPenalty("yudin"), "unknown penalty bound"),
     (lambda: SoundPenalty()([]), "no layers"),
     *calls(ExactNorm, *(({"tol": tol}, "tol is") for tol in (0, 1, "small", True))),
     (lambda: ExactNorm()([]), "no layers"),
-    (lambda: ExactNorm()([torch.ones(2)]), "ExactNorm"),  # type: ignore[list-item]
+    (lambda: ExactNorm()([torch.ones(2)]), "ExactNorm"),
     (lambda: Specformer(0, 0, 0)(build(AFFINE["bert"])), "nothing to penalise"),
     (lambda: projections(torch.nn.Linear(2, 2)), "projections called query/key/value, "),
     *((partial(Specformer(1, 1, 1), x), "give a loaded transformers model") for x in NO_MODELS),
@@ -130,10 +129,10 @@ def test_what_is_wrong_is_refused_in_one_sentence(call: Call, words: str) -> Non
 @pytest.mark.parametrize(
     ("call", "norm"),
     [
-        (lambda: bounds.evaluate(ATT, ["yudin", "lipbound_one"]), "one-token"),
-        (lambda: bounds.resolve("lipbound_one, lipbound_every"), "every-token"),
-        (lambda: bounds.resolve(["lipbound_one"], "frobenius"), "one-token"),
-        (lambda: bounds.resolve("yudin", "every-token"), "frobenius"),
+        (lambda: lb.bounds.evaluate(ATT, ["yudin", "lipbound_one"]), "one-token"),
+        (lambda: lb.bounds.resolve("lipbound_one, lipbound_every"), "every-token"),
+        (lambda: lb.bounds.resolve(["lipbound_one"], "frobenius"), "one-token"),
+        (lambda: lb.bounds.resolve("yudin", "every-token"), "frobenius"),
     ],
 )
 def test_bounds_of_several_norms_are_refused(call: Call, norm: str) -> None:

@@ -7,9 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import yaml
@@ -30,17 +28,17 @@ TOOLS = {"docs", "release", "test", "dev"}
 """Extras of those who work on the package; nothing that it imports."""
 
 
-def pins(name: str) -> dict[str, str]:
+def pins(name):
     lines = [line for line in (ROOT / name).read_text().splitlines() if not line.startswith("#")]
     return {canonicalize_name(line.split("==")[0]): line.split("==")[1] for line in lines}
 
 
-def listed(section: str, name: str) -> list[str]:
+def listed(section, name):
     """The lines of a value of setup.cfg."""
     return [line for line in PACKAGE[section][name].splitlines() if line]
 
 
-def named(requirements: list[str]) -> dict[str, Requirement]:
+def named(requirements):
     return {canonicalize_name(one.name): one for one in map(Requirement, requirements)}
 
 
@@ -53,7 +51,7 @@ DIRECT = named(
 )
 
 
-def test_lowest_versions_are_those_that_are_tested() -> None:
+def test_lowest_versions_are_those_that_are_tested():
     least, old, newest = (pins(f"constraints{end}.txt") for end in ("-min", "-old", ""))
     for name, one in DIRECT.items():
         (specifier,) = one.specifier
@@ -65,21 +63,21 @@ def test_lowest_versions_are_those_that_are_tested() -> None:
         assert one.specifier == DIRECT.get(name, one).specifier, one
 
 
-def test_hooks_run_the_versions_that_make_lint_runs() -> None:
+def test_hooks_run_the_versions_that_make_lint_runs():
     hooks = (ROOT / ".pre-commit-config.yaml").read_text()
     found = re.findall(r"additional_dependencies: \[([\w-]+)==([\w.]+)\]", hooks)
     assert {"ruff", "codespell", "import-linter"} == {name for name, _ in found}
     assert all(pins("constraints.txt")[name] == version for name, version in found)
 
 
-def conda(requirements: list[str]) -> set[str]:
+def conda(requirements):
     return {
         f"{CONDA_NAMES.get(one.name, one.name)} {one.specifier}"
         for one in named(requirements).values()
     }
 
 
-def test_recipe_requires_what_the_package_does() -> None:
+def test_recipe_requires_what_the_package_does():
     lowest = PACKAGE["options"]["python_requires"].removeprefix(">=")
     context, requirements = RECIPE["context"], RECIPE["requirements"]
     assert context["python_min"] == lowest
@@ -93,7 +91,7 @@ def test_recipe_requires_what_the_package_does() -> None:
     assert (about["summary"], about["license"]) == (ours["description"], ours["license"])
 
 
-def test_the_description_for_an_index_has_no_links_to_files() -> None:
+def test_the_description_for_an_index_has_no_links_to_files():
     """There is no address that they could lead to; their texts stay."""
     words = [sys.executable, "setup.py", "--long-description"]
     text = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -101,7 +99,7 @@ def test_the_description_for_an_index_has_no_links_to_files() -> None:
     assert "what `exact_upper` means" in text
 
 
-def test_pythons_are_those_that_the_workflow_tests() -> None:
+def test_pythons_are_those_that_the_workflow_tests():
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "checks.yml").read_text())
     classifiers = "\n".join(listed("metadata", "classifiers"))
     claimed = re.findall(r"Python :: (3\.\d+)", classifiers)
@@ -109,7 +107,7 @@ def test_pythons_are_those_that_the_workflow_tests() -> None:
 
 
 @pytest.fixture
-def program(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+def program(monkeypatch):
     """Programs of release/, which import their neighbours."""
     monkeypatch.syspath_prepend(str(ROOT / "release"))
     return lambda name: script(ROOT / "release" / f"{name}.py")
@@ -122,7 +120,7 @@ CITED = "version: 1.2.0\ndate-released: 2026-01-31\n"
 UNRELEASED = "## 1.2.0 - Unreleased\n"
 
 
-def test_a_tagged_version_is_dated(program: Callable[[str], ModuleType]) -> None:
+def test_a_tagged_version_is_dated(program):
     fault = program("check").release_fault
     for tags, changelog, citation, said in (
         ([], DATED, CITED, None),
@@ -140,15 +138,13 @@ def test_a_tagged_version_is_dated(program: Callable[[str], ModuleType]) -> None
         assert found is said is None or said in found
 
 
-def test_versions_agree(program: Callable[[str], ModuleType]) -> None:
+def test_versions_agree(program):
     found = program("check").versions()
     assert set(found.values()) == {found["lipbound/__init__.py"]}
     assert len(found) == 4
 
 
-def test_recipe_gets_the_sum_of_a_source_distribution(
-    tmp_path: Path, program: Callable[[str], ModuleType]
-) -> None:
+def test_recipe_gets_the_sum_of_a_source_distribution(tmp_path, program):
     recipe = program("recipe")
     source = tmp_path / f"lipbound-{RECIPE['context']['version']}.tar.gz"
     source.write_bytes(b"what was packed")

@@ -2,23 +2,21 @@
 
 import itertools
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import lipbound as lb
 from lipbound import signs
-from lipbound.errors import CheckpointError
 from lipbound.signs import Signs
 
 
 @pytest.fixture
-def heard(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Callable[[str], str]:
+def heard(monkeypatch, capsys):
     """What standard error has, once it has something of a kind."""
     monkeypatch.setattr(signs, "PAUSE", 0.002)
 
-    def wait(pattern: str) -> str:
+    def wait(pattern):
         said = ""
         for _ in itertools.repeat(None):
             said += capsys.readouterr().err
@@ -29,7 +27,7 @@ def heard(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Cal
     return wait
 
 
-def test_lines_say_what_is_done_and_how_much_is_left(heard: Callable[[str], str]) -> None:
+def test_lines_say_what_is_done_and_how_much_is_left(heard):
     with Signs("loading") as outer:
         heard(r"^loading, 0:00:0\d\n")
         with Signs("a layer"):
@@ -41,9 +39,7 @@ def test_lines_say_what_is_done_and_how_much_is_left(heard: Callable[[str], str]
         heard(r"gpt2: layers 3 of 4, 0:00:0\d, about 0:00:0\d left\n")
 
 
-def test_nothing_is_said_where_nothing_is_wanted(
-    heard: Callable[[str], str], capsys: pytest.CaptureFixture
-) -> None:
+def test_nothing_is_said_where_nothing_is_wanted(heard, capsys):
     with Signs("quiet", show=False), Signs("loud") as loud:
         heard("loud")
         loud.quit()
@@ -51,18 +47,18 @@ def test_nothing_is_said_where_nothing_is_wanted(
     assert "quiet" not in capsys.readouterr().err
 
 
-def test_a_run_says_what_it_does(heard: Callable[[str], str]) -> None:
+def test_a_run_says_what_it_does(heard):
     lb.compare("builtin:gpt2", samples=4, max_length=8, bounds="none")
     heard(r"loading model and data|builtin:gpt2: looking at its layers|builtin:gpt2: layers")
 
 
-def test_errors_in_notebooks_end_in_one_line() -> None:
+def test_errors_in_notebooks_end_in_one_line():
     """Below the user's own lines."""
 
-    def mine() -> None:
+    def mine():
         lb.compare("builtin:gpt3")
 
-    with pytest.raises(CheckpointError) as raised:
+    with pytest.raises(lb.errors.CheckpointError) as raised:
         mine()
     *own, last = raised.value._render_traceback_()
     said = "CheckpointError: unknown builtin checkpoint 'gpt3'; did you mean 'gpt2'?"

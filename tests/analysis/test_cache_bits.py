@@ -7,12 +7,10 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-import xarray as xr
 from scipy.linalg import hadamard
 from support.checks import normal
 from support.reference import head_function
 from support.variants import VARIANTS, layer
-from torch import Tensor
 
 import lipbound as lb
 from lipbound.analysis import cache_bits as study
@@ -22,13 +20,13 @@ GROUPS = {"keys": "channel", "values": "token"}
 
 
 @pytest.fixture(scope="module")
-def ds() -> xr.Dataset:
+def ds():
     return lb.cache_bits("builtin:gpt2", samples=2, max_length=12, bits=BITS, dtype="float64")
 
 
 @pytest.mark.parametrize("group", ["token", "channel"])
 @pytest.mark.parametrize("bits", [1, 2, 5])
-def test_rounding_is_to_so_many_levels_and_by_half_a_step(bits: int, group: str) -> None:
+def test_rounding_is_to_so_many_levels_and_by_half_a_step(bits, group):
     y = normal()(2, 3, 40, 40)
     found, axis = study.rounded(y, bits, group), study.GROUPS[group]
     assert bool(((found - y).abs() <= study.half_steps(y, group) / (2**bits - 1) + 1e-15).all())
@@ -39,20 +37,20 @@ def test_rounding_is_to_so_many_levels_and_by_half_a_step(bits: int, group: str)
     assert torch.allclose(study.rounded(found, bits, group), found, atol=1e-14)
 
 
-def test_equal_numbers_are_not_rounded() -> None:
+def test_equal_numbers_are_not_rounded():
     y = torch.full((1, 4, 5), 0.3, dtype=torch.float64)
     assert torch.equal(study.rounded(y, 3, "token"), y)
 
 
 @pytest.mark.parametrize("variant", ["plain", *VARIANTS])
-def test_predictions_and_what_is_measured(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_predictions_and_what_is_measured(variant, monkeypatch):
     """Predictions are those of the dense Jacobian, and outputs move as those of the definition at
     rounded keys and values: of values no further than the bound, of keys at many bits."""
     # orthogonal signs: the mean of as many squares is that of all
     probes = itertools.cycle(torch.from_numpy(hadamard(32)) > 0)
     monkeypatch.setattr(study, "PROBES", 32)
 
-    def signs(low: int, high: int, shape: torch.Size, generator: object) -> Tensor:
+    def signs(low, high, shape, generator):
         return next(probes)[: shape[2:].numel()].view(shape[2:]).expand(shape)
 
     att = layer(3, frozenset({variant}) - {"plain"}, mask="causal", samples=1, n=7)
@@ -80,7 +78,7 @@ def test_predictions_and_what_is_measured(variant: str, monkeypatch: pytest.Monk
     assert bool((found["measured"][0, :, -1] <= 1.01 * found["bound"][0, :, -1]).all())
 
 
-def test_padding_is_left_out() -> None:
+def test_padding_is_left_out():
     att = layer(2, frozenset({"rotation"}), mask="padded", n=6)
     part = study._of_layer(att.select(slice(1, 2)), GROUPS, BITS, 0.01, 1e-6, 0)
     whole = study._of_layer(att.unpadded(1), GROUPS, BITS, 0.01, 1e-6, 0)
@@ -88,7 +86,7 @@ def test_padding_is_left_out() -> None:
         assert torch.allclose(part[name], whole[name])
 
 
-def test_a_study(ds: xr.Dataset) -> None:
+def test_a_study(ds):
     checkpoint = lb.load_checkpoint("builtin:gpt2", dtype="float64")
     atts = lb.capture(checkpoint.model, lb.prepare(checkpoint, samples=2, max_length=12))
     sizes = {"side": 2, "bits": len(BITS), "sample": 2, "layer": len(atts), "head": atts[0].heads}
@@ -100,7 +98,7 @@ def test_a_study(ds: xr.Dataset) -> None:
     assert ds.attrs["error"] == 0.01
 
 
-def test_agreement_counts_and_ranks(ds: xr.Dataset) -> None:
+def test_agreement_counts_and_ranks(ds):
     table = study.agreement(ds).set_index(["side", "bits"])
     at = ds.sel(side="keys", bits=4)
     assert table.loc[("keys", 4), "measured"] == pytest.approx(float(at["measured"].median()))
@@ -111,7 +109,7 @@ def test_agreement_counts_and_ranks(ds: xr.Dataset) -> None:
     assert table.loc[("keys", 4), "rank_expected"] == pytest.approx(corr)
 
 
-def test_the_ranking_has_all_heads_in_order(ds: xr.Dataset) -> None:
+def test_the_ranking_has_all_heads_in_order(ds):
     for kind in study.KINDS:
         heads = study.ranking(ds, by=kind)
         places = {(row["layer"], row["head"]) for row in heads}

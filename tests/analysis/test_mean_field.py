@@ -13,12 +13,11 @@ from support.layers import causal, normal, random_attention
 from support.oracles import oracle
 from support.strategies import examples
 
+import lipbound as lb
 from lipbound.analysis import adversarial_inputs, mean_field
-from lipbound.attention.layer import Attention
-from lipbound.bounds import get
 
 
-def weighted_oracle(att: Attention, a: torch.Tensor) -> torch.Tensor:
+def weighted_oracle(att: lb.Attention, a: torch.Tensor) -> torch.Tensor:
     """Norms of weighted self-attention by its definition: autograd of softmax(scores) with weights,
     in the weighted norm, (heads,)."""
     norms = []
@@ -61,7 +60,7 @@ def test_weights_are_copies() -> None:
     for all copies; others add B_i."""
     att = random_attention("plain", 5).select(slice(0, 1))
     counts = torch.tensor([1, 2, 3, 1, 2, 2])
-    copied = Attention(att.x.repeat_interleave(counts, 1), att.w_q, att.w_k, att.w_v)
+    copied = lb.Attention(att.x.repeat_interleave(counts, 1), att.w_q, att.w_k, att.w_v)
     a = (counts / counts.sum())[None].double()
     weighted = mean_field.weighted_norm(att, a, tol=1e-9).lower
     own = mean_field.query_block_norms(mean_field.weighted(att, a))[..., counts > 1].amax(-1)
@@ -73,7 +72,7 @@ def test_two_diracs_grow_as_predicted() -> None:
     for seed in range(6):
         draw = normal(seed)
         w_q, w_k = draw(1, 3, 3), draw(1, 3, 3)
-        att = Attention(eye[None], w_q, w_k, eye[None])
+        att = lb.Attention(eye[None], w_q, w_k, eye[None])
         steep = adversarial_inputs.steepness(att)
         gamma, value = float(steep.gamma[0]), float(steep.eigenvalue[0])
         if gamma < 0.05:
@@ -81,13 +80,13 @@ def test_two_diracs_grow_as_predicted() -> None:
         for scaling in (6.0, 12.0, 20.0):
             radius = math.sqrt(scaling / gamma)
             x, a = castin_inputs.two_diracs(steep.direction[0], value, radius)
-            pair = Attention(x[None], w_q, w_k, eye[None])
+            pair = lb.Attention(x[None], w_q, w_k, eye[None])
             exact = float(mean_field.weighted_norm(pair, a[None], tol=1e-9).lower)
             image = att.scale * w_k[0] @ w_q[0].mT @ steep.direction[0]
             predicted = castin_inputs.two_dirac_growth(value, radius, steep.direction[0], image)
             assert exact == pytest.approx(predicted, rel=1e-3)
             assert predicted >= math.exp(scaling) * (1 + scaling) / 2 * (1 - 1e-12)
-            assert exact <= float(get("castin_mean_field")(pair)[0, 0])
+            assert exact <= float(lb.bounds.get("castin_mean_field")(pair)[0, 0])
 
 
 def test_query_blocks_against_autograd() -> None:
@@ -112,6 +111,6 @@ def test_duplicated_norm_is_exact(copies: int) -> None:
             mask = None if mask is None else mask.repeat_interleave(copies, axis)
         parts = {"b_q": att.b_q, "b_k": att.b_k, "b_v": att.b_v, "mask": mask}
         x = att.x.repeat_interleave(copies, 1)
-        exact = oracle(Attention(x, att.w_q, att.w_k, att.w_v, **parts))
+        exact = oracle(lb.Attention(x, att.w_q, att.w_k, att.w_v, **parts))
         mine = mean_field.duplicated_norm(att, oracle(att))
         close(mine, exact, 1e-12)

@@ -1,6 +1,5 @@
 """Whole networks: against the dense Jacobian of the model itself, float64."""
 
-from collections.abc import Callable, Iterable
 from functools import partial
 
 import pytest
@@ -12,19 +11,19 @@ from support.models import BART, GPT2, IMAGE, TEXT, build, inputs_for
 from lipbound.analysis.network import NetworkJacobian, blocks, network_norm
 from lipbound.linalg.operators import Transposed
 
-MODELS: dict[str, Callable[[], tf.PreTrainedModel]] = {
+MODELS = {
     "vit": lambda: tf.ViTForImageClassification(tf.ViTConfig(**IMAGE, num_labels=5)),
     "bert": lambda: tf.BertForSequenceClassification(tf.BertConfig(**TEXT, num_labels=3)),
     "gpt2": lambda: tf.GPT2LMHeadModel(tf.GPT2Config(**GPT2)),
 }
 
 
-def double(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def double(inputs):
     """Pixels in float64."""
     return {name: t.double() if t.is_floating_point() else t for name, t in inputs.items()}
 
 
-def through(layers: Iterable[torch.nn.Module], x: torch.Tensor) -> torch.Tensor:
+def through(layers, x):
     x = x[None]
     for layer in layers:
         x = y[0] if isinstance(y := layer(x), tuple) else y
@@ -32,9 +31,7 @@ def through(layers: Iterable[torch.nn.Module], x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def own(
-    model: tf.PreTrainedModel, name: str, inputs: dict[str, torch.Tensor], s: int
-) -> tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]:
+def own(model, name, inputs, s):
     """The network after its embeddings, taken apart by hand, for one sample, and its
     input there."""
 
@@ -53,7 +50,7 @@ def own(
 
 
 @pytest.mark.parametrize("name", list(MODELS))
-def test_norm_is_that_of_the_dense_jacobian(name: str) -> None:
+def test_norm_is_that_of_the_dense_jacobian(name):
     model = build(MODELS[name]).double()
     inputs = double(inputs_for(model))
     norm = network_norm(model, inputs, tol=1e-8, batch=1 if name == "bert" else 16)
@@ -69,7 +66,7 @@ def test_norm_is_that_of_the_dense_jacobian(name: str) -> None:
 
 
 @pytest.mark.parametrize(("start", "end"), [(0, 0), (1, 1), (0, 1)])
-def test_blocks_against_their_own_modules(start: int, end: int) -> None:
+def test_blocks_against_their_own_modules(start, end):
     model = build(MODELS["vit"]).double()
     inputs = double(inputs_for(model))
     norm = network_norm(model, inputs, start=start, end=end, tol=1e-9)
@@ -83,7 +80,7 @@ def test_blocks_against_their_own_modules(start: int, end: int) -> None:
     close(norm.lower, torch.linalg.matrix_norm(dense.flatten(3).flatten(1, 2), 2), 1e-7)
 
 
-def test_padding_is_held_fixed() -> None:
+def test_padding_is_held_fixed():
     model = build(lambda: tf.BertModel(tf.BertConfig(**TEXT))).double()
     padded = inputs_for(model, padded=True)
     short = {name: padded[name][1:, :6] for name in ("input_ids", "attention_mask")}
@@ -94,7 +91,7 @@ def test_padding_is_held_fixed() -> None:
     assert float(mine[1]) == pytest.approx(float(alone[0]), rel=1e-7)
 
 
-def test_batches_and_float32_agree() -> None:
+def test_batches_and_float32_agree():
     model = build(MODELS["vit"])
     inputs = {"pixel_values": normal(0, torch.float32)(5, 3, 16, 16)}
     all_at_once, in_pieces = (network_norm(model, inputs, batch=b).lower for b in (16, 2))
@@ -103,7 +100,7 @@ def test_batches_and_float32_agree() -> None:
     close(all_at_once, exact, 1e-4)
 
 
-def test_reverse_mode_alone_will_do() -> None:
+def test_reverse_mode_alone_will_do():
     """Operations without a forward derivative: products with J by differentiating those
     with J^T."""
 
@@ -111,12 +108,12 @@ def test_reverse_mode_alone_will_do() -> None:
         """A cube without forward mode."""
 
         @staticmethod
-        def forward(ctx, x):  # type: ignore[no-untyped-def]
+        def forward(ctx, x):
             ctx.save_for_backward(x)
             return x**3
 
         @staticmethod
-        def backward(ctx, y):  # type: ignore[no-untyped-def]
+        def backward(ctx, y):
             (x,) = ctx.saved_tensors
             return 3 * x**2 * y
 
@@ -128,7 +125,7 @@ def test_reverse_mode_alone_will_do() -> None:
     assert op.dense().shape == (2, 12, 12)
 
 
-def test_bad_ends() -> None:
+def test_bad_ends():
     model = build(MODELS["vit"])
     for options, words in (
         ({"start": 2}, "or the number of a block, of which this model has 2"),
@@ -141,7 +138,7 @@ def test_bad_ends() -> None:
         refused(call, words)
 
 
-def test_an_encoders_padding_is_not_the_decoders() -> None:
+def test_an_encoders_padding_is_not_the_decoders():
     """From the encoder's embeddings to the decoder's outputs, which have as many tokens, none of
     them padding."""
     model = build(lambda: tf.BartModel(tf.BartConfig(**BART))).double()
@@ -149,10 +146,10 @@ def test_an_encoders_padding_is_not_the_decoders() -> None:
     inputs = {"input_ids": ids, "decoder_input_ids": ids + 9}
     inputs["attention_mask"] = torch.tensor([[1, 1, 1, 0, 0, 0]])
     model.set_attn_implementation("eager")
-    entered: list[torch.Tensor] = []
+    entered = []
 
-    def outputs(x: torch.Tensor | None) -> torch.Tensor:
-        def enter(module: object, args: tuple) -> tuple:
+    def outputs(x):
+        def enter(module, args):
             entered.append(args[0])
             whole = args[0] if x is None else torch.cat([x, entered[0][0, 3:]])[None]
             return (whole, *args[1:])

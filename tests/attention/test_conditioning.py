@@ -2,7 +2,6 @@
 
 import math
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,9 +14,7 @@ from support.variants import layer as variant_layer
 import lipbound as lb
 from lipbound import devices
 from lipbound.attention.conditioning import conditioning, row_norm
-from lipbound.attention.layer import Attention
 from lipbound.attention.softmax import jacobian_norm
-from lipbound.errors import Notice, UnknownNameError
 from lipbound.schema import CONDITIONING
 
 OF_HEADS = CONDITIONING[:3]
@@ -25,7 +22,7 @@ CANCELS = 1e-12
 """What rounding may leave of a Jacobian's entries p - p p in the one-liners, at one-hot rows."""
 
 
-def parts(att: Attention, s: int, h: int) -> list[np.ndarray]:
+def parts(att, s, h):
     """S (NaN where attention is forbidden), P, Q, K and V of a head at an input without padding."""
     one = att.unpadded(s)
     q, k, v = (t[0, h].double().numpy() for t in (one.wide_q, one.wide_k, one.wide_v))
@@ -38,7 +35,7 @@ def parts(att: Attention, s: int, h: int) -> list[np.ndarray]:
     return [scores, p / p.sum(1, keepdims=True), q, k, v]
 
 
-def naive(att: Attention, s: int, heads: slice) -> dict[str, float]:
+def naive(att, s, heads):
     """Of some heads together."""
     found = [parts(att, s, h) for h in range(att.heads)[heads]]
     scores, p, q, k, v = (list(several) for several in zip(*found, strict=True))
@@ -52,7 +49,7 @@ def naive(att: Attention, s: int, heads: slice) -> dict[str, float]:
     }
 
 
-def check(att: Attention, rel: float) -> None:
+def check(att, rel):
     of_heads, whole = (
         {name: conditioning(att, name, whole=together) for name in OF_HEADS}
         for together in (False, True)
@@ -69,33 +66,33 @@ def check(att: Attention, rel: float) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-def test_they_are_their_definitions(kind: str, dtype: torch.dtype) -> None:
+def test_they_are_their_definitions(kind, dtype):
     check(random_attention(kind, dtype=dtype), 1e-9 if dtype == torch.float64 else 1e-6)
 
 
 @pytest.mark.parametrize("has", [{"cap"}, {"rotation"}, {"rotation", "qk_norm", "cap"}])
-def test_scores_are_those_that_enter_the_softmax(has: set[str]) -> None:
+def test_scores_are_those_that_enter_the_softmax(has):
     check(variant_layer(0, frozenset(has), mask="causal"), 1e-9)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
-def test_on_captured_heads(name: str) -> None:
+def test_on_captured_heads(name):
     model = build(AFFINE[name])
     for att in lb.capture(model, inputs_for(model)):
         check(att, 1e-6)
 
 
-def test_the_largest_row_is_that_of_all_rows() -> None:
+def test_the_largest_row_is_that_of_all_rows():
     att = random_attention("sharp")
     close(row_norm(att), jacobian_norm(att.p).upper.amax(-1), 1e-12)
 
 
-def test_outputs_that_cancel_are_known_or_missing() -> None:
+def test_outputs_that_cancel_are_known_or_missing():
     """P of nearly equal entries and values whose mean is zero: float32 probabilities lose P V."""
     draw = normal()
     x = draw(1, 16, 8)
     q, v = 1e-3 * draw(1, 8, 4), draw(1, 8, 4)
-    att = Attention((x - x.mean(1, keepdim=True)).float(), q.float(), q.float(), v.float())
+    att = lb.Attention((x - x.mean(1, keepdim=True)).float(), q.float(), q.float(), v.float())
     kappa = conditioning(att, "kappa_val")
     assert float(kappa) == pytest.approx(naive(att.double(), 0, slice(None))["kappa_val"], rel=1e-6)
     assert float(kappa) > 1e4
@@ -103,7 +100,7 @@ def test_outputs_that_cancel_are_known_or_missing() -> None:
     assert bool(conditioning(hidden.double(), "kappa_val").isnan().all())
 
 
-def test_what_rounding_of_the_averages_does() -> None:
+def test_what_rounding_of_the_averages_does():
     """Relative errors of P reach outputs as kappa_val says at most, and it is at least 1."""
     att, draw = random_attention("biases"), normal()
     kappa = conditioning(att, "kappa_val")
@@ -116,7 +113,7 @@ def test_what_rounding_of_the_averages_does() -> None:
 
 @pytest.mark.parametrize("unit", [1e-300, 1e-161, 1e155, 1e250])
 @pytest.mark.parametrize("whole", [False, True])
-def test_the_unit_of_values_does_not_matter(unit: float, whole: bool) -> None:
+def test_the_unit_of_values_does_not_matter(unit, whole):
     """Whose squares would leave the range of float64."""
     att = random_attention("plain")
     kappa = conditioning(changed(att, w_v=unit * att.w_v), "kappa_val", whole=whole)
@@ -134,7 +131,7 @@ def test_sizes_whose_squares_underflow(name: str, whole: bool) -> None:
     assert bool((found > 0).all())
 
 
-def test_what_errors_of_scores_do() -> None:
+def test_what_errors_of_scores_do():
     """To first order, relative errors of S reach P as kappa_softmax says at most."""
     att, draw, step = random_attention("plain"), normal(), 1e-6
     scores = att.scale * att.q @ att.k.mT
@@ -145,18 +142,18 @@ def test_what_errors_of_scores_do() -> None:
     assert bool((moved <= allowed * (1 + 1e-5)).all())
 
 
-def test_what_there_is_not_is_missing() -> None:
+def test_what_there_is_not_is_missing():
     sinks = variant_layer(0, frozenset({"sinks"}))
     for name, there in zip(CONDITIONING, (False, False, True, False), strict=True):
         assert bool(conditioning(sinks, name).isfinite().all()) == there, name
     att = random_attention("plain")
     nothing = changed(att, w_v=0 * att.w_v)
     assert bool(conditioning(nothing, "kappa_val").isnan().all())
-    with pytest.raises(UnknownNameError, match="unknown condition number 'kappa'"):
+    with pytest.raises(lb.errors.UnknownNameError, match="unknown condition number 'kappa'"):
         conditioning(att, "kappa")
 
 
-def test_they_are_extras_of_a_run(tmp_path: Path) -> None:
+def test_they_are_extras_of_a_run(tmp_path):
     """``rho_ln`` by the hidden states that transformers itself hands out."""
     model, path = build(AFFINE["gpt2"]), tmp_path / "run.zarr"
     inputs = inputs_for(model)
@@ -180,7 +177,7 @@ def test_they_are_extras_of_a_run(tmp_path: Path) -> None:
     assert lb.plots.heatmaps(ds, bounds="kappa_softmax,rho_ln").axes[1].get_title()
 
 
-def test_whole_layers_have_one_of_each() -> None:
+def test_whole_layers_have_one_of_each():
     model = build(AFFINE["gpt2"])
     inputs = inputs_for(model)
     options = {"extras": list(CONDITIONING), "bounds": "none", "progress": False}
@@ -193,19 +190,17 @@ def test_whole_layers_have_one_of_each() -> None:
     assert bool((whole["kappa_softmax"] >= heads["kappa_softmax"].min("head")).all())
 
 
-def test_a_model_without_layer_norm_says_so() -> None:
+def test_a_model_without_layer_norm_says_so():
     model = build(MODERN["Llama"])
     options = {"bounds": "none", "extras": "rho_ln,kappa_val", "progress": False}
     words = "rho_ln is missing at .*: no closed form, sinks, or no LayerNorm"
-    with pytest.warns(Notice, match=words):
+    with pytest.warns(lb.Notice, match=words):
         ds = lb.compare(model, inputs_for(model), **options)
     assert bool(ds["rho_ln"].isnull().all())
     assert bool(ds["kappa_val"].notnull().all())
 
 
-def test_memory_that_is_not_free_is_refused_before_it_is_taken(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_memory_that_is_not_free_is_refused_before_it_is_taken(monkeypatch):
     monkeypatch.setattr(devices, "available", lambda device: 1000.0)
     att = random_attention("plain")
     for name in OF_HEADS:

@@ -7,12 +7,11 @@ from support.layers import changed, places, random_attention
 from support.reference import head_function
 
 import lipbound as lb
-from lipbound.attention.layer import Attention
 from lipbound.attention.variants.qk_norm import QKNorm
 from lipbound.errors import AttentionError
 
 
-def test_out_is_the_function_the_oracle_differentiates(att: Attention) -> None:
+def test_out_is_the_function_the_oracle_differentiates(att: lb.Attention) -> None:
     for s, h in places(att):
         keep = slice(None) if att.valid is None else att.valid[s]
         close(head_function(att, s, h)(att.x[s][keep]), att.out[s, h][keep], 1e-11, 1e-11)
@@ -35,12 +34,8 @@ def test_fold_output_keeps_the_map() -> None:
     close(folded.out @ basis.mT, att.out @ att.w_o)
 
 
-def test_select_is_a_part_of_the_layer(att: Attention) -> None:
+def test_select_is_a_part_of_the_layer(att: lb.Attention) -> None:
     close(att.select(slice(1, 2), slice(0, 2)).out, att.out[1:2, :2])
-
-
-def test_scale_default_is_that_of_the_head_width() -> None:
-    assert random_attention("wide_values").scale == 0.5
 
 
 def test_large_negative_finite_masks_forbid_like_minus_infinity() -> None:
@@ -57,9 +52,9 @@ FAR = {
 ONES, ZERO = torch.ones(3, 4), torch.zeros(GOOD["x"])
 
 
-def build(**changes: object) -> Attention:
+def build(**changes: object) -> lb.Attention:
     tensors = {name: torch.ones(shape) for name, shape in GOOD.items()} | changes
-    return Attention(**tensors)
+    return lb.Attention(**tensors)
 
 
 @pytest.mark.parametrize(
@@ -113,11 +108,6 @@ def test_normalisation_needs_sizes_and_an_eps_where_vectors_vanish() -> None:
         refused(lambda bad=bad: QKNorm(**{"gain": ONES} | bad), words, error=AttentionError)
     still = build(x=ZERO, norm_k=QKNorm(ONES, eps=1e-6))
     assert bool(torch.isfinite(lb.spectral_norm(still).lower).all())
-
-
-def test_repr_says_what_it_is() -> None:
-    assert "heads=3, N=6" in repr(random_attention("causal"))
-    assert "with w_o, mask" in repr(random_attention("causal"))
 
 
 def test_the_mask_may_have_a_dtype_of_its_own() -> None:

@@ -12,7 +12,6 @@ from support.variants import layer
 import lipbound as lb
 from lipbound.analysis import adversarial_inputs, mean_field
 from lipbound.attention.variants.rotary import Rotation, turned
-from lipbound.errors import AttentionError
 from lipbound.jacobians.spectral_norm import l2_spectral_norm
 
 ROTARY = frozenset({"rotation"})
@@ -51,7 +50,7 @@ def test_what_does_not_know_of_rotations_refuses_them() -> None:
         l2_spectral_norm,
         partial(lb.bounds.get("castin_bias").over_ball, radius=0.1),
     ):
-        refused(partial(call, att), "does not cover rotary", error=AttentionError)
+        refused(partial(call, att), "does not cover rotary", error=lb.errors.AttentionError)
 
 
 def test_bad_rotations() -> None:
@@ -64,4 +63,4 @@ def test_bad_rotations() -> None:
         refused(partial(Rotation, cos, sin), words)
     for shape in ((4, 2), (5, 3)):
         bad, words = Rotation.of_angles(torch.zeros(shape)), "of 5 tokens and turn at most 4"
-        refused(partial(att.with_parts, rotation=bad), words, error=AttentionError)
+        refused(partial(att.with_parts, rotation=bad), words, error=lb.errors.AttentionError)

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from singular_values import interlacing, singular_value
 from support.checks import close, normal, refused
 from support.strategies import examples
-from torch import Tensor
 
 from lipbound.attention.softmax import (
     LARGEST_LP_NORM,
@@ -24,7 +23,7 @@ from lipbound.attention.softmax import (
 REGIMES = ("random", "tie", "tied_rest", "uniform", "one_hot", "near_tie")
 
 
-def rows(regime: str, n: int, spread: float, seed: int) -> Tensor:
+def rows(regime, n, spread, seed):
     """16 probability rows of one regime."""
     s = spread * normal(seed)(16, n)
     if regime == "tie":
@@ -42,7 +41,7 @@ def rows(regime: str, n: int, spread: float, seed: int) -> Tensor:
 
 @examples(200)
 @given(st.sampled_from(REGIMES), st.integers(2, 40), st.floats(1e-4, 30), st.integers(0, 1000))
-def test_enclosure_holds_the_dense_norm(regime: str, n: int, spread: float, seed: int) -> None:
+def test_enclosure_holds_the_dense_norm(regime, n, spread, seed):
     p = rows(regime, n, spread, seed)
     norm = jacobian_norm(p)
     q = p / p.sum(-1, keepdim=True)
@@ -59,7 +58,7 @@ def test_enclosure_holds_the_dense_norm(regime: str, n: int, spread: float, seed
 
 
 @pytest.mark.parametrize("a", [1e-3, 1e-8, 1e-16, 1e-100, 1e-290, 1e-310])
-def test_relative_accuracy_near_one_hot(a: float) -> None:
+def test_relative_accuracy_near_one_hot(a):
     """Against 60 digits: a norm of 1e-310 is still enclosed to rounding."""
     rest = np.array([a, 0.7 * a, 1e-5 * a, 0.7 * a])
     with mpmath.workdps(400):
@@ -78,7 +77,7 @@ def test_relative_accuracy_near_one_hot(a: float) -> None:
         assert float(mpmath.mpf(float(norm.upper)) / exact) < 1 + 1e-12
 
 
-def test_degenerate_rows() -> None:
+def test_degenerate_rows():
     assert jacobian_norm(torch.ones(3, 1)).upper.tolist() == [0, 0, 0]
     assert float(jacobian_norm(torch.zeros(5)).upper) == 0  # padding
     assert float(jacobian_norm(torch.tensor([0.0, 1.0, 0.0])).upper) == 0
@@ -86,7 +85,7 @@ def test_degenerate_rows() -> None:
     assert float(jacobian_norm(torch.full((8,), 0.125)).upper) == pytest.approx(0.125, rel=1e-12)
 
 
-def test_g1_does_not_cancel_in_float32() -> None:
+def test_g1_does_not_cancel_in_float32():
     z = torch.zeros(1, 100, dtype=torch.float64)
     z[0, 0] = 22.1
     p = torch.softmax(z, -1)
@@ -97,13 +96,13 @@ def test_g1_does_not_cancel_in_float32() -> None:
     assert float(g(p)) >= float(jacobian_norm(p).lower)
 
 
-def test_values_are_differentiable() -> None:
+def test_values_are_differentiable():
     z = normal()(3, 6).requires_grad_()
     for f in (g, largest_entry_norm):
         assert torch.autograd.gradcheck(lambda t, f=f: f(torch.softmax(t, -1)), z)
 
 
-def test_largest_norm_is_the_maximum_over_rows() -> None:
+def test_largest_norm_is_the_maximum_over_rows():
     p = torch.stack([rows(regime, 16, 2.0, 1) for regime in REGIMES])
     p = torch.softmax(p.log() * 1.3, -1)
     close(largest_jacobian_norm(p), jacobian_norm(p).upper.amax(-1), 1e-14)
@@ -115,9 +114,7 @@ def test_largest_norm_is_the_maximum_over_rows() -> None:
 
 @examples(150)
 @given(st.sampled_from(REGIMES), st.integers(1, 12), st.floats(1e-4, 30), st.integers(0, 1000))
-def test_all_singular_values_against_dense_ones(
-    regime: str, n: int, spread: float, seed: int
-) -> None:
+def test_all_singular_values_against_dense_ones(regime, n, spread, seed):
     p = rows(regime, n, spread, seed) if n > 1 else torch.ones(3, 1, dtype=torch.float64)
     q = p / p.sum(-1, keepdim=True)
     dense = torch.linalg.eigvalsh(torch.diag_embed(q) - q[..., :, None] * q[..., None, :]).flip(-1)
@@ -131,13 +128,13 @@ def test_all_singular_values_against_dense_ones(
 
 @examples(100)
 @given(st.sampled_from(REGIMES), st.integers(2, 9), st.floats(1e-4, 30), st.integers(0, 1000))
-def test_interlacing_holds(regime: str, n: int, spread: float, seed: int) -> None:
+def test_interlacing_holds(regime, n, spread, seed):
     slack = interlacing(rows(regime, n, spread, seed), 3 * n - 1)
     assert slack.shape == (16, 3 * n - 1)
     assert float(slack.min()) > -1e-13
 
 
-def test_interlacing_would_notice() -> None:
+def test_interlacing_would_notice():
     """The chain of other numbers than a softmax Jacobian's: g_1 without its second term is no
     bound."""
     p = torch.tensor([[0.4, 0.35, 0.25]], dtype=torch.float64)
@@ -151,7 +148,7 @@ def test_interlacing_would_notice() -> None:
     np.testing.assert_allclose(slack.numpy(), expected, rtol=1e-12)
 
 
-def test_orders_outside_the_row() -> None:
+def test_orders_outside_the_row():
     p = rows("random", 4, 1.0, 0)
     for call, words in ((g, "k is 5"), (singular_value, "k is 5"), (interlacing, "has 1 to 11")):
         refused(partial(call, p, 12 if call is interlacing else 5), words)
@@ -160,21 +157,21 @@ def test_orders_outside_the_row() -> None:
 # -- other norms -----------------------------------------------------------------------------------
 
 
-def jacobian(p: Tensor) -> Tensor:
+def jacobian(p):
     """diag(p) - p p^T, p_i - p_i^2 as p_i times the sum of the others, from which
     nothing cancels."""
     off = p[..., :, None] * p[..., None, :] * (1 - torch.eye(p.shape[-1], dtype=p.dtype))
     return torch.diag_embed(off.sum(-1)) - off
 
 
-def signs(n: int) -> Tensor:
+def signs(n):
     """All vectors of n signs, (2^n, n)."""
     return torch.tensor(list(itertools.product([-1.0, 1.0], repeat=n)), dtype=torch.float64)
 
 
 @examples(100)
 @given(st.sampled_from(REGIMES), st.integers(2, 10), st.floats(1e-4, 30), st.integers(0, 1000))
-def test_norms_by_enumeration(regime: str, n: int, spread: float, seed: int) -> None:
+def test_norms_by_enumeration(regime, n, spread, seed):
     """The image of every vector of signs: its largest entry, and the sum of its entries."""
     p = rows(regime, n, spread, seed)
     images = (jacobian(p / p.sum(-1, keepdim=True)) @ signs(n).T).abs()  # (rows, n, signs)
@@ -185,7 +182,7 @@ def test_norms_by_enumeration(regime: str, n: int, spread: float, seed: int) -> 
     torch.testing.assert_close(value[half], total[half], rtol=1e-9, atol=1e-15)
 
 
-def test_rows_that_saturate_keep_their_digits() -> None:
+def test_rows_that_saturate_keep_their_digits():
     """4 p (1 - p) near one-hot rows, and rows of padding."""
     p = torch.tensor(
         [[1 - 2.0**-40, 2.0**-40, 0.0], [1.0, 1e-200, 0.0], [1.0, 0.0, 0.0], [0.0, 0.0, 0.0]],
@@ -196,7 +193,7 @@ def test_rows_that_saturate_keep_their_digits() -> None:
     torch.testing.assert_close(2 * largest_entry_norm(p), expected, rtol=1e-12, atol=0)
 
 
-def lp_length(x: Tensor, power: float) -> Tensor:
+def lp_length(x, power):
     """Length of each row in l_p, of entries whose powers would be out of range too."""
     largest = x.abs().amax(-1, keepdim=True).clamp_min(1e-300)
     return largest[..., 0] * torch.linalg.vector_norm(x / largest, power, dim=-1)
@@ -210,9 +207,7 @@ def lp_length(x: Tensor, power: float) -> Tensor:
     st.floats(1, 20),
     st.integers(0, 1000),
 )
-def test_no_change_exceeds_the_norm_in_any_lp(
-    regime: str, n: int, spread: float, power: float, seed: int
-) -> None:
+def test_no_change_exceeds_the_norm_in_any_lp(regime, n, spread, power, seed):
     """Vectors of every kind, and steps of power iteration in l_q from them, which only increase the
     quotient."""
     p = rows(regime, n, spread, seed)
@@ -220,7 +215,7 @@ def test_no_change_exceeds_the_norm_in_any_lp(
     assert bool((bound <= LARGEST_LP_NORM * (1 + 1e-14)).all())  # rows sum to one up to rounding
     y = normal(seed)(16, n)
 
-    def powered(t: Tensor, exponent: float) -> Tensor:
+    def powered(t, exponent):
         return t.sign() * (t.abs() / t.abs().amax(-1, keepdim=True).clamp_min(1e-300)) ** exponent
 
     for _ in range(20):

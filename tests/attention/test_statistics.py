@@ -1,7 +1,6 @@
 """Statistics of attention, against loops over what the softmax sees."""
 
 import math
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -12,7 +11,7 @@ from lipbound.attention.layer import Attention
 from lipbound.schema import STATISTICS
 
 
-def naive(att: Attention, sample: int, head: int) -> tuple[float, float, float]:
+def naive(att, sample, head):
     """The same numbers, query by query and key by key."""
     seen = torch.ones(att.tokens, dtype=torch.bool) if att.valid is None else att.valid[sample]
     real = seen.nonzero()[:, 0].tolist()
@@ -28,7 +27,7 @@ def naive(att: Attention, sample: int, head: int) -> tuple[float, float, float]:
     return max(logits), sum(entropies) / len(real), sum(first) / len(real)
 
 
-def padded_in_front() -> Attention:
+def padded_in_front():
     att = random_attention("biases")
     return changed(att, valid=torch.tensor([[False] * 2 + [True] * 4, [True] * 6]))
 
@@ -36,7 +35,7 @@ def padded_in_front() -> Attention:
 @pytest.mark.parametrize(
     "make", [partial(random_attention, kind) for kind in KINDS] + [padded_in_front]
 )
-def test_statistics_are_those_of_loops(make: Callable[[], Attention]) -> None:
+def test_statistics_are_those_of_loops(make):
     att = make()
     found = att.statistics()
     for place in places(att):
@@ -44,7 +43,7 @@ def test_statistics_are_those_of_loops(make: Callable[[], Attention]) -> None:
         assert mine == pytest.approx(naive(att, *place), rel=1e-9)
 
 
-def test_statistics_of_uniform_attention() -> None:
+def test_statistics_of_uniform_attention():
     x = torch.randn(1, 8, 3, generator=torch.Generator().manual_seed(0)).double()
     zero, w_v = torch.zeros(2, 3, 3).double(), torch.ones(2, 3, 3).double()
     found = Attention(x, zero, zero, w_v).statistics()

@@ -16,37 +16,32 @@ from support.oracles import dense_jacobians, oracle
 from support.reference import head_function
 from support.strategies import examples, part
 from support.variants import MASKS, layer
-from torch import Tensor
 
 import lipbound as lb
-from lipbound import bounds
-from lipbound.attention.layer import Attention
 from lipbound.attention.variants.qk_norm import QKNorm
 from lipbound.attention.variants.rotary import Rotation
 from lipbound.bounds import ball as over_balls
 from lipbound.bounds.ball import CERTIFIED_TOL, Centre
-from lipbound.errors import AttentionError
-from lipbound.jacobians.head import HeadJacobian
 from lipbound.linalg.matrix_norms import matrix_norm
 
 BALLS = pytest.mark.parametrize("ball", ["token", "frobenius"])
 HOLDS = 1 + 1e-9
 HAS = ("rotation", "sinks", "cap", "rotation sinks cap")
 SINGLE = ("rotation", "norm", "together", "cap", "sinks")
-WITH_RADIUS = [name for name in bounds.names() if bounds.get(name).ball is not None]
+WITH_RADIUS = [name for name in lb.bounds.names() if lb.bounds.get(name).ball is not None]
 
 
-def variant(has: str, seed: int, **options) -> Attention:
+def variant(has, seed, **options):
     """A small layer with variants."""
     return layer(seed, frozenset(has.split()), **options)
 
 
-def size_of(att: Attention) -> float:
+def size_of(att):
     """The mean length of a token."""
     return float(att.x.norm(dim=-1).mean())
 
 
-def moves(x: Tensor, radius: float, ball: str, count: int, seed: int) -> Tensor:
+def moves(x, radius, ball, count, seed):
     """Moves on the sphere around inputs (..., N, D), (count, ..., N, D); in every third of them one
     token moves alone."""
     found = normal(seed)(count, *x.shape)
@@ -55,7 +50,7 @@ def moves(x: Tensor, radius: float, ball: str, count: int, seed: int) -> Tensor:
     return unit(found, ball) * radius * (1 - 1e-12)
 
 
-def dense(att: Attention) -> Tensor:
+def dense(att):
     """Autograd Jacobians of the definition, of all heads at all inputs without padding, (samples,
     heads, N d_v, N D)."""
     if not att.variants:
@@ -65,7 +60,7 @@ def dense(att: Attention) -> Tensor:
     return found.flatten(4).flatten(2, 3)
 
 
-def norms_at(att: Attention, points: Tensor) -> Tensor:
+def norms_at(att, points):
     """Of all heads at inputs (count, N, D), (count, heads)."""
     return torch.linalg.matrix_norm(dense(att.at(points)), 2)
 
@@ -73,7 +68,7 @@ def norms_at(att: Attention, points: Tensor) -> Tensor:
 # -- points of the ball ----------------------------------------------------------------------------
 
 
-def hold(one: Attention, radius: float, ball: str, seed: int, points: int) -> None:
+def hold(one, radius, ball, seed, points):
     """Rows of the softmax, the change of J and J itself, of one sample without padding."""
     centre, n = Centre(one), one.tokens
     low, up, _ = centre.reach(radius, ball)
@@ -86,12 +81,12 @@ def hold(one: Attention, radius: float, ball: str, seed: int, points: int) -> No
     assert bool((size <= whole * HOLDS).all())
     change = torch.linalg.matrix_norm(j - j[0], 2)
     assert bool((change <= changed * HOLDS + 1e-13 * size[0]).all())
-    end = bounds.over_ball(one, [0.0, radius], ball=ball)[0]
+    end = lb.bounds.over_ball(one, [0.0, radius], ball=ball)[0]
     assert bool((end[:, 1] <= (end[:, 0] * (1 + CERTIFIED_TOL) + changed) * HOLDS).all())
 
 
 @pytest.mark.parametrize("seed", range(14))
-def test_small_layers_at_points_of_the_ball(seed: int) -> None:
+def test_small_layers_at_points_of_the_ball(seed):
     att, ball, radius = small_layer(seed, samples=1, heads=3)
     hold(att, radius, ball, seed, 12)
 
@@ -100,7 +95,7 @@ def test_small_layers_at_points_of_the_ball(seed: int) -> None:
 @BALLS
 @pytest.mark.parametrize("relative", [1e-4, 0.03, 1.0])
 @pytest.mark.parametrize("kind", [*KINDS, *HAS])
-def test_layers_at_points_of_the_ball(kind: str, relative: float, ball: str) -> None:
+def test_layers_at_points_of_the_ball(kind, relative, ball):
     if kind in KINDS:
         layers = [random_attention(kind, seed=5).unpadded(s) for s in (0, 1)]
     else:
@@ -111,17 +106,17 @@ def test_layers_at_points_of_the_ball(kind: str, relative: float, ball: str) -> 
         hold(att, relative * size_of(att), ball, seed, 30 if kind in KINDS else 12)
 
 
-def inside(att: Attention, ball: str, radius: float, count: int, seed: int) -> Tensor:
+def inside(att, ball, radius, count, seed):
     """Inputs of the ball around an unpadded layer, half of them on its boundary, (count, N, D)."""
     part = torch.rand(count, 1, 1, generator=torch.Generator().manual_seed(seed)).double()
     part[::2] = 1
     return att.x + part * moves(att.x[0], radius, ball, count, seed)
 
 
-def steepest(one: Attention, h: int, top: lb.Norm) -> Tensor:
+def steepest(one, h, top):
     """Of the norm of one head by the inputs, (1, N, D)."""
     x = one.x.clone().requires_grad_()
-    op = HeadJacobian(one.select(heads=slice(h, h + 1)).at(x))
+    op = lb.HeadJacobian(one.select(heads=slice(h, h + 1)).at(x))
     return torch.autograd.grad((top.left[:, h] * op.along(top.right[:, h])).sum(), x)[0]
 
 
@@ -143,11 +138,9 @@ def steepest(one: Attention, h: int, top: lb.Norm) -> Tensor:
     radius=st.sampled_from([0.0, 1e-4, 1e-2, 0.1, 0.5, 2.0, 10.0]),
     ball=st.sampled_from(("token", "frobenius")),
 )
-def test_no_point_of_the_ball_is_above(
-    seed: int, has: frozenset[str], options: dict, radius: float, ball: str
-) -> None:
+def test_no_point_of_the_ball_is_above(seed, has, options, radius, ball):
     one = layer(seed, has, **options).unpadded(1).select(heads=slice(0, 2))
-    bound = bounds.over_ball(one, radius, ball=ball)[0]
+    bound = lb.bounds.over_ball(one, radius, ball=ball)[0]
     top = lb.spectral_norm(one, tol=1e-6, vectors=True)
     points = [one.x, inside(one, ball, radius, 8, seed)]
     for h in range(2):
@@ -162,19 +155,19 @@ def test_no_point_of_the_ball_is_above(
 @pytest.mark.each_value
 @pytest.mark.parametrize("has", ["rotation", "cap", "sinks", "rotation sinks"])
 @BALLS
-def test_keys_and_values_far_from_zero(has: str, ball: str) -> None:
+def test_keys_and_values_far_from_zero(has, ball):
     draw, b_v = normal(6), torch.full((3, 3), 1e3).double()
     att = variant(has, 6, biases=False)
     att = changed(att, b_q=draw(3, 4), b_k=40 * draw(3, 4), b_v=b_v).unpadded(0)
     for radius in (1e-3, 0.1):
         found = norms_at(att, inside(att, ball, radius, 6, 0))
-        assert bool((bounds.over_ball(att, radius, ball=ball)[0] * HOLDS >= found).all())
+        assert bool((lb.bounds.over_ball(att, radius, ball=ball)[0] * HOLDS >= found).all())
 
 
 # -- adversary and ascent --------------------------------------------------------------------------
 
 
-def attacked(att: Attention, radius: float, ball: str, steps: int, starts: int) -> Tensor:
+def attacked(att, radius, ball, steps, starts):
     """What the adversary says it has reached, which is the norm there, in the ball, and no bound is
     below it."""
     found = lb.attack(att, radius, ball=ball, steps=steps, starts=starts)
@@ -184,17 +177,17 @@ def attacked(att: Attention, radius: float, ball: str, steps: int, starts: int) 
         there = att.select(heads=slice(h, h + 1)).at(found.x[:, h])
         close(found.norm[:, h], oracle(there)[:, 0], 1e-5)
     if "qk_norm" not in att.variants:
-        assert bool((bounds.over_ball(att, radius, ball=ball) * HOLDS >= found.norm).all())
+        assert bool((lb.bounds.over_ball(att, radius, ball=ball) * HOLDS >= found.norm).all())
     for name in () if att.variants else WITH_RADIUS:
         if name != "specformer":  # which is none for small inputs
-            above = bounds.get(name).over_ball(att, radius, ball=ball) * HOLDS >= found.norm
-            assert bool((~bounds.get(name).sound(att) | above).all()), name
+            above = lb.bounds.get(name).over_ball(att, radius, ball=ball) * HOLDS >= found.norm
+            assert bool((~lb.bounds.get(name).sound(att) | above).all()), name
     return found.norm
 
 
 @pytest.mark.each_value(kind=HARD)
 @BALLS
-def test_the_adversary_attains_its_norm(kind: str, ball: str) -> None:
+def test_the_adversary_attains_its_norm(kind, ball):
     """12 kinds x 6 heads x 3 radii x 2 norms: 432 heads; of `make test` the largest radius."""
     att = random_attention(kind, seed=3)
     exact = oracle(att)
@@ -212,7 +205,7 @@ ATTACKED = [
 
 @pytest.mark.each_value
 @pytest.mark.parametrize(("has", "mask", "ball"), ATTACKED)
-def test_the_adversary_on_every_variant(has: str, mask: str, ball: str) -> None:
+def test_the_adversary_on_every_variant(has, mask, ball):
     # one head of each would leave their order untested
     att = variant(has, 7, mask=mask, scale=0.7).select(heads=slice(0, 2))
     exact = oracle(att)
@@ -225,15 +218,13 @@ def test_the_adversary_on_every_variant(has: str, mask: str, ball: str) -> None:
 @pytest.mark.each_value
 @BALLS
 @pytest.mark.parametrize("relative", [1e-7, 1e-6, 1e-4])
-def test_float32_attacks_stay_in_the_ball(ball: str, relative: float) -> None:
+def test_float32_attacks_stay_in_the_ball(ball, relative):
     att = random_attention("biases", dtype=torch.float32)
     attacked(att, relative * size_of(att), ball, 6, 2)
 
 
 @pytest.mark.parametrize(("ball", "seed", "head"), [("frobenius", 0, (1, 0)), ("token", 1, (1, 1))])
-def test_the_adversary_turns_sharp_queries_to_other_keys(
-    ball: str, seed: int, head: tuple[int, int]
-) -> None:
+def test_the_adversary_turns_sharp_queries_to_other_keys(ball, seed, head):
     """Where attention is nearly one-hot, J does not change at first, and grows by factors once
     another key is reached."""
     att = random_attention("sharp", seed=seed)
@@ -242,10 +233,10 @@ def test_the_adversary_turns_sharp_queries_to_other_keys(
     found, without = (attack(starts=starts).norm for starts in (7, 6))
     assert bool((found >= without).all())
     assert float(found[head]) > 1.7 * float(without[head])
-    assert bool((found <= bounds.over_ball(att, radius, ball=ball) * HOLDS).all())
+    assert bool((found <= lb.bounds.over_ball(att, radius, ball=ball) * HOLDS).all())
 
 
-def test_the_adversary_climbs() -> None:
+def test_the_adversary_climbs():
     att = random_attention("plain")
     assert bool((lb.attack(att, 0.5, steps=8).norm > 1.02 * oracle(att)).all())
 
@@ -253,20 +244,20 @@ def test_the_adversary_climbs() -> None:
 @pytest.mark.parametrize(
     "seed", [pytest.param(seed, marks=pytest.mark.slow if seed >= 8 else ()) for seed in range(20)]
 )
-def test_no_ascent_gets_above(seed: int) -> None:
+def test_no_ascent_gets_above(seed):
     """20 layers x 20 heads; 5,000 of them in benchmarks/balls.py."""
     att, ball, radius = small_layer(seed)
     found = climb(att, radius, ball, steps=8, seed=seed)
     assert bool((found >= oracle(att) * (1 - 1e-9)).all())
-    assert bool((bounds.over_ball(att, radius, ball=ball) * HOLDS >= found).all())
+    assert bool((lb.bounds.over_ball(att, radius, ball=ball) * HOLDS >= found).all())
     close(climb(att, 0.0, ball, steps=1), oracle(att), atol=1e-12)
 
 
 @BALLS
 @pytest.mark.parametrize("kind", ["one_token", "duplicates", "flat", "no_query", "sharp"])
-def test_degenerate_layers(kind: str, ball: str) -> None:
+def test_degenerate_layers(kind, ball):
     att, radii = random_attention(kind), [0.0, 1e-300, 1e-12, 1e-3, 1e3, 1e60]
-    values = bounds.over_ball(att, radii, ball=ball)
+    values = lb.bounds.over_ball(att, radii, ball=ball)
     assert bool(torch.isfinite(values).all())
     assert bool((values * HOLDS >= oracle(att)[..., None]).all())
     for radius, value in zip(radii, values.unbind(-1), strict=True):
@@ -280,7 +271,7 @@ def test_degenerate_layers(kind: str, ball: str) -> None:
     [*SINGLE, "norm rotation sinks", "together rotation cap"],
 )
 @pytest.mark.parametrize("mask", ["none", "padded"])
-def test_gradients_are_those_of_the_norm(has: str, mask: str) -> None:
+def test_gradients_are_those_of_the_norm(has, mask):
     """Of u^T J(X) v at the top singular pair, against differences of norms of dense Jacobians."""
     att = variant(has, 7, mask=mask).unpadded(1).select(heads=slice(1, 2))
     gradient = steepest(att, 0, lb.spectral_norm(att, tol=1e-12, vectors=True))
@@ -291,7 +282,7 @@ def test_gradients_are_those_of_the_norm(has: str, mask: str) -> None:
     assert float((gradient * e).sum()) == pytest.approx(difference, rel=1e-7, abs=1e-8)
 
 
-def test_gradients_of_saturated_caps_are_numbers() -> None:
+def test_gradients_of_saturated_caps_are_numbers():
     att = layer(0, frozenset({"cap"}), scale=100.0)
     x = att.x.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(att.at(x).weights.sum(), x)
@@ -307,7 +298,7 @@ CENTRES += [("rotation", "token"), ("rotation sinks", "frobenius")]
 CENTRES += [("cap", "frobenius"), ("cap sinks", "token")]
 
 
-def of_name(name: str) -> Attention:
+def of_name(name):
     """A layer of a kind, or with variants."""
     has = frozenset(name.split())
     return random_attention(name) if name in KINDS else layer(9, has, mask="causal")
@@ -315,41 +306,41 @@ def of_name(name: str) -> Attention:
 
 @pytest.mark.each_value(name=(*HARD, "rotation", "rotation sinks", "cap", "cap sinks"))
 @pytest.mark.parametrize(("name", "ball"), CENTRES)
-def test_radius_zero_is_the_point_and_bounds_grow(name: str, ball: str) -> None:
+def test_radius_zero_is_the_point_and_bounds_grow(name, ball):
     att, radii = of_name(name), [0.0, 1e-7, 1e-4, 1e-2, 0.3, 3.0, 100.0, 1e60]
-    exact, ours = oracle(att), bounds.get("lipbound")(att)
-    value = bounds.over_ball(att, radii, ball=ball, at="lipbound")
+    exact, ours = oracle(att), lb.bounds.get("lipbound")(att)
+    value = lb.bounds.over_ball(att, radii, ball=ball, at="lipbound")
     close(value[..., 0], ours.minimum(value[..., 0] * (1 + 1e-5)), 1e-5, 1e-12)
-    value = bounds.over_ball(att, radii, ball=ball)
+    value = lb.bounds.over_ball(att, radii, ball=ball)
     assert bool((value[..., 0] <= exact * (1 + 2 * CERTIFIED_TOL)).all())
     assert bool((value[..., 1] <= exact * (1 + 2e-3)).all())
     assert bool((value.diff(dim=-1) >= -1e-9 * value[..., 1:]).all())
     assert bool(torch.isfinite(value).all())
     if ball == "frobenius":
-        assert bool((value <= bounds.over_ball(att, radii) * (1 + 1e-3)).all())
+        assert bool((value <= lb.bounds.over_ball(att, radii) * (1 + 1e-3)).all())
     for other in WITH_RADIUS if name in KINDS else ():
-        value, point = bounds.get(other).over_ball(att, 0, ball=ball), bounds.get(other)(att)
+        value, point = lb.bounds.get(other).over_ball(att, 0, ball=ball), lb.bounds.get(other)(att)
         if other == "yudin":  # g_1 for the exact norm
             assert bool(((value >= point * (1 - 1e-9)) & (value <= 2 * point)).all())
         else:
             close(value, point)
 
 
-def test_radii_come_as_any_number() -> None:
+def test_radii_come_as_any_number():
     att = random_attention("plain")
-    value = bounds.over_ball(att, 0.25)
-    assert torch.equal(bounds.over_ball(att, torch.tensor(0.25)), value)
-    assert torch.equal(bounds.over_ball(att, torch.tensor([0.25]))[..., 0], value)
+    value = lb.bounds.over_ball(att, 0.25)
+    assert torch.equal(lb.bounds.over_ball(att, torch.tensor(0.25)), value)
+    assert torch.equal(lb.bounds.over_ball(att, torch.tensor([0.25]))[..., 0], value)
 
 
-def test_neutral_variants_have_nearly_the_plain_bound() -> None:
+def test_neutral_variants_have_nearly_the_plain_bound():
     """With a rotation less is known of queries that move, with a sink it counts as one more key."""
     plain = layer(1, frozenset())
     still = changed(plain, rotation=Rotation.of_angles(torch.zeros(plain.tokens, 2)))
     sink = changed(plain, sinks=torch.full((3,), -1e4).double())
     for radius, most in ((1e-3, 1.1), (0.1, 2)):
         value, *others = (
-            bounds.over_ball(one, radius, at="lipbound_block") for one in (plain, still, sink)
+            lb.bounds.over_ball(one, radius, at="lipbound_block") for one in (plain, still, sink)
         )
         for other in others:
             assert bool(((other >= 0.98 * value) & (other <= most * value)).all())
@@ -358,7 +349,7 @@ def test_neutral_variants_have_nearly_the_plain_bound() -> None:
 # -- the parts of a bound --------------------------------------------------------------------------
 
 
-def test_softmax_interval_is_attained_at_corners() -> None:
+def test_softmax_interval_is_attained_at_corners():
     scores = torch.tensor([[0.0, 1.0, -2.0, float("-inf")]], dtype=torch.float64)
     tau = torch.tensor([[0.5, 0.1, 2.0, 1.0]], dtype=torch.float64)
     low, high = over_balls.softmax_interval(scores, tau)
@@ -369,7 +360,7 @@ def test_softmax_interval_is_attained_at_corners() -> None:
     assert float(low[0, 3]) == float(high[0, 3]) == 0
 
 
-def test_intervals_reach_zero_where_scores_are_far_apart() -> None:
+def test_intervals_reach_zero_where_scores_are_far_apart():
     """Two one-hot tokens that a wide ball lets tie: the norm there is far above what rows that stay
     one-hot would allow."""
     scores, tau = torch.tensor([[[0.0, -1.0]], [[1600.0, 800.0]]], dtype=torch.float64)
@@ -378,14 +369,14 @@ def test_intervals_reach_zero_where_scores_are_far_apart() -> None:
     assert float(high.min()) > 1 - 1e-12
     eye = torch.eye(2, dtype=torch.float64)[None]
     move = torch.tensor([[30.0, -30.0], [30.0, -30.0]], dtype=torch.float64) * 0.98
-    att = Attention(5 * eye, eye, eye, eye, scale=1.0)
-    value = float(bounds.get("yudin").over_ball(att, 60.0, ball="frobenius"))
+    att = lb.Attention(5 * eye, eye, eye, eye, scale=1.0)
+    value = float(lb.bounds.get("yudin").over_ball(att, 60.0, ball="frobenius"))
     assert value >= max(985, float(oracle(att.at(att.x + move))))
 
 
 @BALLS
 @pytest.mark.parametrize("seed", [0, 1, 2, 4, 5, 6])  # 3 has no queries
-def test_queries_that_all_move_the_worst_way_stay_below(seed: int, ball: str) -> None:
+def test_queries_that_all_move_the_worst_way_stay_below(seed, ball):
     """All in step along one direction, or the one of largest weight alone; the sum is nearly
     reached where this is the worst that there is."""
     att, _, radius = small_layer(seed, samples=1, heads=3)
@@ -410,7 +401,7 @@ def test_queries_that_all_move_the_worst_way_stay_below(seed: int, ball: str) ->
 
 
 @pytest.mark.parametrize("kind", HARD)
-def test_sums_over_pairs_are_those_of_dense_matrices(kind: str) -> None:
+def test_sums_over_pairs_are_those_of_dense_matrices(kind):
     one = random_attention(kind).unpadded(1)
     centre, heads = Centre(one), Heads(one)
     p, apart, qt, kt, _ = heads.parts(heads.x)
@@ -426,7 +417,7 @@ def test_sums_over_pairs_are_those_of_dense_matrices(kind: str) -> None:
         assert bool(((found * HOLDS >= exact) & (found <= most)).all())
 
 
-def test_norms_of_turned_products() -> None:
+def test_norms_of_turned_products():
     """At least all of them; no more than the largest where turns depend on distances."""
     for positions in (torch.arange(7.0), torch.tensor([0.0, 5.0, 1.0, 9.0, 2.0, 2.5, 30.0])):
         turn = Rotation.of_angles(positions[:, None] * torch.tensor([1.0, 0.1]))
@@ -445,7 +436,7 @@ def test_norms_of_turned_products() -> None:
 # -- curves, and the layer at other inputs ---------------------------------------------------------
 
 
-def test_curves_bracket() -> None:
+def test_curves_bracket():
     att = random_attention("biases").select(slice(0, 1))
     ds = lb.radius_curve(att, [0.0, 0.1, 1.0], steps=4, starts=2)
     assert ds["over_ball"].dims == ("sample", "head", "radius")
@@ -458,21 +449,21 @@ def test_curves_bracket() -> None:
         assert bool((curve["adversary"] <= curve["over_ball"]).all())
         lb.plots.ball_curve(curve)
     curve = partial(lb.radius_curve, att, [0.1], bounds=("castin_bias",))
-    refused(curve, "does not cover rotary", error=AttentionError)
+    refused(curve, "does not cover rotary", error=lb.errors.AttentionError)
 
 
-def test_normalised_queries_and_keys_have_no_bound_over_balls() -> None:
+def test_normalised_queries_and_keys_have_no_bound_over_balls():
     att = layer(1, frozenset({"norm", "rotation"}))
     for call in (
-        partial(bounds.over_ball, att, 0.1),
+        partial(lb.bounds.over_ball, att, 0.1),
         partial(lb.radius_curve, att, [0.1], adversary=False),
     ):
         words = "over_ball does not cover normalised queries and keys, whose derivative changes"
-        refused(call, words, error=AttentionError)
+        refused(call, words, error=lb.errors.AttentionError)
     assert set(lb.radius_curve(att, [0.0, 0.1], steps=2, starts=1)) == {"adversary"}
 
 
-def test_the_layer_at_other_inputs() -> None:
+def test_the_layer_at_other_inputs():
     att = layer(4, frozenset({"rotation", "together", "cap", "sinks"}), mask="padded")
     close(oracle(att.at(att.x)), oracle(att))
     more = torch.cat([att.x, att.x])[:3]

@@ -5,10 +5,8 @@ import pytest
 import torch
 from support.checks import close, refused
 from support.variants import MASKS, layer
-from torch import Tensor
 
-from lipbound import bounds
-from lipbound.attention.layer import Attention
+import lipbound as lb
 from lipbound.bounds.ours import (
     block_norms,
     pairwise,
@@ -25,13 +23,11 @@ OURS = ["lipbound", "lipbound_block"]
 HAS = ["rotation", "norm", "together cap", "sinks", "rotation norm", "rotation cap sinks"]
 
 
-def variant(has: str, seed: int, **options) -> Attention:
+def variant(has, seed, **options):
     return layer(seed, frozenset(has.split()), **options)
 
 
-def between(
-    found: Tensor, true: Tensor, above: float, of_largest: float, lost: float = 0.0
-) -> bool:
+def between(found, true, above, of_largest, lost=0.0):
     """Not below the truth (by more than ``lost`` of the largest), nor above it by more than a share
     of it and of the largest."""
     largest = true.amax()
@@ -41,9 +37,7 @@ def between(
 
 @pytest.mark.parametrize("at_once", [1, 3, 9])
 @pytest.mark.parametrize("mask", MASKS)
-def test_norms_are_those_of_the_matrices(
-    mask: str, at_once: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_norms_are_those_of_the_matrices(mask, at_once, monkeypatch):
     for name in ("ROW_BYTES", "SUM_BYTES"):
         monkeypatch.setattr(block_norms, name, 8 * 3 * 3 * 4 * at_once)
     att = variant("", 1, mask=mask, n=9, samples=1).unpadded(0)
@@ -64,7 +58,7 @@ def test_norms_are_those_of_the_matrices(
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_samples_together_are_samples_one_by_one(mask: str) -> None:
+def test_samples_together_are_samples_one_by_one(mask):
     """As other devices than the CPU take them."""
     att = variant("", 2, mask=mask, n=9, samples=3)
     with torch.no_grad():
@@ -77,12 +71,12 @@ def test_samples_together_are_samples_one_by_one(mask: str) -> None:
             close(each, block_norms.sharp_block_norms(one, slice(1, 3)), 1e-6, 1e-9)
 
 
-def test_values_wider_than_queries() -> None:
+def test_values_wider_than_queries():
     """Images of queries are lengths of d_v numbers, whatever d is."""
     one, x = torch.ones(1, 1, 1).double(), torch.tensor([[[0.5], [1.0]]]).double()
     w_v = torch.full((1, 1, 500), 2.0**-27.51, dtype=torch.float64)
     w_v[..., :7] = 7**-0.5
-    att = Attention(x, one, one, w_v, scale=1.0)
+    att = lb.Attention(x, one, one, w_v, scale=1.0)
     p, v, k = att.p[0, 0], att.centred_v[0, 0], att.centred_k[0, 0]
     cov = torch.einsum("ij,ijv,ja->iva", p, v - (p @ v)[:, None], k)
     with torch.no_grad():
@@ -91,7 +85,7 @@ def test_values_wider_than_queries() -> None:
 
 
 @pytest.mark.parametrize("exponent", [-10, -60, -70, -80, -200])
-def test_rows_that_leave_next_to_nothing(exponent: int) -> None:
+def test_rows_that_leave_next_to_nothing(exponent):
     """Squares of their probabilities are tiny, and the key that has the rest has the value
     zero."""
     small = 2.0**exponent
@@ -106,7 +100,7 @@ def test_rows_that_leave_next_to_nothing(exponent: int) -> None:
 # -- heads with variants ---------------------------------------------------------------------------
 
 
-def slopes_of(att: Attention, side: str) -> Tensor:
+def slopes_of(att, side):
     """Derivatives of the first head's queries or keys by their own tokens, (n, d, D), of one
     sample, by autograd."""
     found = torch.func.jacrev(lambda x: getattr(att.at(x), side)[0, 0])(att.x)[:, :, 0]
@@ -114,7 +108,7 @@ def slopes_of(att: Attention, side: str) -> Tensor:
 
 
 @pytest.mark.parametrize("has", ["", *HAS])
-def test_parts_are_those_of_the_maps(has: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_are_those_of_the_maps(has, monkeypatch):
     """`token_block_norms.TokenVectors` of all tokens of the first head, from derivatives of queries
     and keys by autograd: q~_ij is a vector of the layer's input."""
     att = variant(has, 3).of_samples(slice(0, 1))
@@ -141,7 +135,7 @@ def test_parts_are_those_of_the_maps(has: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("has", ["", *HAS])
-def test_covariances_are_those_of_their_definition(has: str) -> None:
+def test_covariances_are_those_of_their_definition(has):
     att = variant(has, 3, n=7).of_samples(slice(0, 1))
     head = VariantHead(att, 0)
     t, k, v = att.weights[0, 0] / head.unit, att.centred_k[0, 0], att.centred_v[0, 0]
@@ -154,32 +148,28 @@ def test_covariances_are_those_of_their_definition(has: str) -> None:
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("has", ["rotation", "rotation norm", "together cap", "sinks"])
-def test_what_a_mask_forbids_is_skipped_and_not_missed(
-    has: str, mask: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_mask_forbids_is_skipped_and_not_missed(has, mask, monkeypatch):
     monkeypatch.setattr(token_block_norms, "CHUNK", 2 * 8 * 9 * 9)  # two tokens at a time
-    few = bounds.evaluate(variant(has, 7, mask=mask, n=9), OURS)
-    formed: list[int] = []
+    few = lb.bounds.evaluate(variant(has, 7, mask=mask, n=9), OURS)
+    formed = []
     plain_seen = token_block_norms.seen
 
-    def all_of_them(t: Tensor, step: int) -> list[tuple[slice, slice, slice]]:
+    def all_of_them(t, step):
         found = plain_seen(t, step)
         formed.extend(sum(p[side].stop - p[side].start for p in found) for side in (1, 2))
         return [(part, slice(0, len(t)), slice(0, len(t))) for part, _, _ in found]
 
     monkeypatch.setattr(token_block_norms, "seen", all_of_them)
-    for name, value in bounds.evaluate(variant(has, 7, mask=mask, n=9), OURS).items():
+    for name, value in lb.bounds.evaluate(variant(has, 7, mask=mask, n=9), OURS).items():
         close(few[name], value, 1e-5)  # sums of other lengths round otherwise
     assert mask not in ("causal", "window") or max(formed) < 5 * 9
 
 
 @pytest.mark.parametrize("has", HAS)
-def test_long_heads_have_all_bounds_but_the_one_with_inner_products(
-    has: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    short = bounds.get("lipbound_block")(variant(has, 4, n=9))
+def test_long_heads_have_all_bounds_but_the_one_with_inner_products(has, monkeypatch):
+    short = lb.bounds.get("lipbound_block")(variant(has, 4, n=9))
     monkeypatch.setattr(pairwise_variants, "LONGEST", 8)
     att = variant(has, 4, n=9)
-    close(bounds.get("lipbound_block")(att), short, 1e-6)
+    close(lb.bounds.get("lipbound_block")(att), short, 1e-6)
     words = "up to 8 tokens of such heads, and there are 9", "take exact_upper"
-    refused(lambda: bounds.get("lipbound")(att), *words)
+    refused(lambda: lb.bounds.get("lipbound")(att), *words)

@@ -1,8 +1,6 @@
 """Derivatives of bounds: against differences, at kinks, and where rows saturate."""
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -11,25 +9,23 @@ from support.checks import gradients, normal, normal_layer, refused, slopes
 from support.hard_heads import sink_token
 from support.layers import HARD, changed, random_attention
 from support.variants import layer
-from torch import Tensor
 
-from lipbound import bounds
-from lipbound.attention.layer import Attention
+import lipbound as lb
 from lipbound.bounds.ours import block_norms, pairwise, pairwise_variants
 from lipbound.linalg import matrix_norms
 
 OURS = ("lipbound", "lipbound_block")
-PUBLISHED = [name for name in bounds.names() if name not in OURS]
+PUBLISHED = [name for name in lb.bounds.names() if name not in OURS]
 TOKENS = [
     name
     for norm in ("every-token", "one-token")
-    for name in bounds.names(norm)
-    if bounds.get(name).differentiable
+    for name in lb.bounds.names(norm)
+    if lb.bounds.get(name).differentiable
 ]
 
 
 @pytest.fixture
-def tight(monkeypatch: pytest.MonkeyPatch) -> None:
+def tight(monkeypatch):
     """Values that are smooth enough for differences: norms to 1e-12, products in float64."""
     for module in (block_norms, pairwise, pairwise_variants):
         monkeypatch.setattr(module, "RTOL", 1e-12)
@@ -39,14 +35,14 @@ def tight(monkeypatch: pytest.MonkeyPatch) -> None:
 KINDS = ("plain", "biases", "causal", "padded", "flat", "one_token", "wide_values")
 TURNED = ("rotation", "cap", "rotation cap")
 COVERED = [(kind, name) for kind in KINDS for name in (*PUBLISHED, *TOKENS)]
-WITH_VARIANTS = [name for name in PUBLISHED if "rotation" in bounds.get(name).covers]
+WITH_VARIANTS = [name for name in PUBLISHED if "rotation" in lb.bounds.get(name).covers]
 COVERED += [(has, name) for has in TURNED for name in WITH_VARIANTS]
 
 
 @pytest.mark.usefixtures("tight")
 @pytest.mark.parametrize(("kind", "name"), COVERED)
-def test_bounds_of_papers_and_in_norms_of_tokens(kind: str, name: str) -> None:
-    bound = bounds.get(name)
+def test_bounds_of_papers_and_in_norms_of_tokens(kind, name):
+    bound = lb.bounds.get(name)
     att = layer(0, frozenset(kind.split())) if kind in TURNED else random_attention(kind)
     if bound(att).isinf().any():  # the mean-field bound of steep heads: smaller ones have a number
         att = changed(att, w_q=0.01 * att.w_q)
@@ -54,11 +50,11 @@ def test_bounds_of_papers_and_in_norms_of_tokens(kind: str, name: str) -> None:
     assert exact == pytest.approx(difference, rel=1e-4, abs=1e-8 * float(bound(att).sum()))
 
 
-def smooth_heads(att: Attention, name: str) -> int:
+def smooth_heads(att, name):
     """How many heads are at smooth points of a bound of ours; there derivatives are right to
     1e-4."""
-    size = 1e-2 * bounds.get(name)(att).flatten()
-    exact, coarse, fine = slopes(bounds.get(name), att, 1e-5, 1e-6)
+    size = 1e-2 * lb.bounds.get(name)(att).flatten()
+    exact, coarse, fine = slopes(lb.bounds.get(name), att, 1e-5, 1e-6)
     size = torch.maximum(fine.abs(), size)
     smooth = (coarse - fine).abs() <= 1e-5 * size
     assert bool(torch.isfinite(exact).all())
@@ -75,7 +71,7 @@ MIXED = ("norm", "together cap", "rotation cap sinks")
 @pytest.mark.each_value(case=(*HARD, *MIXED, LONGER))
 @pytest.mark.parametrize("name", OURS)
 @pytest.mark.parametrize("case", [*layers.KINDS, *MIXED, "rotation", "sinks", LONGER])
-def test_our_bounds(case: str, name: str) -> None:
+def test_our_bounds(case, name):
     att = normal_layer(0, 40, 12, 4, heads=2)
     att = changed(att, w_q=0.3 * att.w_q)
     if case != LONGER:
@@ -84,7 +80,7 @@ def test_our_bounds(case: str, name: str) -> None:
     assert smooth_heads(att, name) >= (2 if case == LONGER else 4)
 
 
-def extreme(case: str, dtype: torch.dtype) -> Attention:
+def extreme(case, dtype):
     """Layers at which formulas divide by nothing."""
     what, _, size = case.partition(" ")
     if what == "sink":
@@ -94,7 +90,7 @@ def extreme(case: str, dtype: torch.dtype) -> Attention:
         return sink_token(12, torch.float64, float(size))
     kinds = ("sharp", "duplicates", "no_query")
     att = random_attention(what if what in kinds else "plain", dtype=dtype)
-    other: dict[str, dict[str, Tensor]] = {
+    other = {
         "equal": {"x": torch.ones_like(att.x)},
         "saturated": {"w_q": 300 * att.w_q},
         "one_hot": {"w_q": 1e5 * att.w_q},
@@ -111,8 +107,8 @@ KEYS = tuple(f"key {pull}" for pull in (10, 100, 1e4))
 
 @pytest.mark.parametrize("name", [*PUBLISHED, *OURS, *TOKENS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_derivatives_are_finite_where_bounds_are(dtype: torch.dtype, name: str) -> None:
-    bound = bounds.get(name)
+def test_derivatives_are_finite_where_bounds_are(dtype, name):
+    bound = lb.bounds.get(name)
     for case in (*PLAIN, *(SINKS + KEYS if name in OURS and dtype == torch.float64 else ())):
         att = extreme(case, dtype)
         value, found = gradients(bound, att)
@@ -123,19 +119,19 @@ def test_derivatives_are_finite_where_bounds_are(dtype: torch.dtype, name: str) 
 
 
 @pytest.mark.parametrize("name", ["castin", "castin_c3", "yudin", "yudin_sqrt_n", "yudin_closed"])
-def test_at_a_kink_the_derivative_is_that_of_one_side(name: str) -> None:
+def test_at_a_kink_the_derivative_is_that_of_one_side(name):
     """Two tokens of the same length, farther out than all others: moving one of them outwards is
     seen in full, or not at all."""
     x = torch.zeros(1, 4, 3, dtype=torch.float64)
     x[0, 0, 0], x[0, 1, 1], x[0, 2, 2], x[0, 3, 2] = 2.0, 2.0, 0.3, -0.4
     w, step = torch.eye(3, dtype=torch.float64)[None], 1e-6
-    att = Attention(x, w, w, w)
-    found = gradients(bounds.get(name), att)[1]["x"]
+    att = lb.Attention(x, w, w, w)
+    found = gradients(lb.bounds.get(name), att)[1]["x"]
     for token in (0, 1):
         along = torch.zeros_like(x)
         along[0, token, token] = step
         back, value, ahead = (
-            float(bounds.get(name)(changed(att, x=x + t * along))) for t in (-1, 0, 1)
+            float(lb.bounds.get(name)(changed(att, x=x + t * along))) for t in (-1, 0, 1)
         )
         sides = sorted(((ahead - value) / step, (value - back) / step))
         slope = float(found[0, token, token])
@@ -144,10 +140,10 @@ def test_at_a_kink_the_derivative_is_that_of_one_side(name: str) -> None:
 
 @pytest.mark.usefixtures("tight")
 @pytest.mark.parametrize("name", OURS)
-def test_derivatives_at_ties_are_along_a_top_pair(name: str) -> None:
+def test_derivatives_at_ties_are_along_a_top_pair(name):
     """Two groups of tokens that do not see each other, alike: the norm is the larger of two equal
     ones."""
-    alone, bound = normal_layer(0, 3, 5, 2), bounds.get(name)
+    alone, bound = normal_layer(0, 3, 5, 2), lb.bounds.get(name)
     apart = torch.kron(torch.eye(2), torch.ones(3, 3)) == 0
     both = changed(
         alone,
@@ -157,7 +153,7 @@ def test_derivatives_at_ties_are_along_a_top_pair(name: str) -> None:
     move = normal(1)(*both.x.shape)
     along = float((gradients(bound, both)[1]["x"] * move).sum())
 
-    def at(step: Tensor) -> float:
+    def at(step):
         with torch.enable_grad():
             return float(bound(changed(alone, x=(alone.x + step).requires_grad_())).detach())
 
@@ -168,15 +164,13 @@ def test_derivatives_at_ties_are_along_a_top_pair(name: str) -> None:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda att: bounds.over_ball(att, 0.1), ()),
-        (lambda att: bounds.get("yudin").over_ball(att, 0.1), ()),
-        (lambda att: bounds.get("dasoulas")(changed(att, sinks=torch.zeros(3).double())), ()),
-        (bounds.get("lipbound_every"), ("'lipbound_every'", "take 'lipbound_every_block'")),
+        (lambda att: lb.bounds.over_ball(att, 0.1), ()),
+        (lambda att: lb.bounds.get("yudin").over_ball(att, 0.1), ()),
+        (lambda att: lb.bounds.get("dasoulas")(changed(att, sinks=torch.zeros(3).double())), ()),
+        (lb.bounds.get("lipbound_every"), ("'lipbound_every'", "take 'lipbound_every_block'")),
     ],
 )
-def test_bounds_without_derivatives_say_so(
-    call: Callable[[Attention], Any], words: tuple[str, ...]
-) -> None:
+def test_bounds_without_derivatives_say_so(call, words):
     att = random_attention("plain")
     att = changed(att, w_q=att.w_q.requires_grad_())
     refused(lambda: call(att), "no derivatives", *words)

@@ -12,24 +12,22 @@ from support.checks import close, given_parts
 from support.layers import KINDS, changed, random_attention
 from support.strategies import MODERATE, examples, layers
 from support.variants import HAS, layer
-from torch import Tensor
 
-from lipbound import bounds
-from lipbound.attention.layer import Attention
+import lipbound as lb
 from lipbound.bounds.ours import block_norms
 
 OURS = ("lipbound", "lipbound_block")
-PUBLISHED = [name for name in bounds.names() if name not in OURS]
+PUBLISHED = [name for name in lb.bounds.names() if name not in OURS]
 WITH_ONES = ("yudin", "yudin_g1", "yudin_sqrt_n", "yudin_closed", "newhouse")
 """With a query bias they append a one to every token (Remark 2), which does not scale with them."""
-Change = Callable[[Attention, float], Attention]
+Change = Callable[[lb.Attention, float], lb.Attention]
 
 
-def times(t: Tensor | None, s: float) -> Tensor | None:
+def times(t, s):
     return None if t is None else t * s
 
 
-def inputs(att: Attention, s: float) -> Attention:
+def inputs(att, s):
     """x times s, projections of queries and keys over s: the same J, in other units of tokens."""
     norms = {
         side: replace(norm, over=(norm.over[0] / s, norm.over[1]))
@@ -39,12 +37,12 @@ def inputs(att: Attention, s: float) -> Attention:
     return changed(att, x=att.x * s, w_q=att.w_q / s, w_k=att.w_k / s, **norms)
 
 
-def values(att: Attention, s: float) -> Attention:
+def values(att, s):
     """Values and their biases times s: s J."""
     return changed(att, w_v=att.w_v * s, b_v=times(att.b_v, s))
 
 
-def queries(att: Attention, s: float) -> Attention:
+def queries(att, s):
     """Queries times s, keys over s, where nothing is normalised: the same J."""
     if att.norm_q is not None or att.norm_k is not None:
         return att
@@ -55,9 +53,9 @@ def queries(att: Attention, s: float) -> Attention:
 SCALED: dict[str, Change] = {"inputs": inputs, "values": values, "queries": queries}
 
 
-def expected(name: str, att: Attention, what: str, s: float) -> Tensor | None:
+def expected(name, att, what, s):
     """What a bound on a layer becomes; None where its statement says something else."""
-    value = bounds.get(name)(att)
+    value = lb.bounds.get(name)(att)
     if name == "kim" and what != "values":  # of degree two in W_Q
         return value / s / s if what == "inputs" else value * s * s
     if what != "inputs":
@@ -71,12 +69,12 @@ def expected(name: str, att: Attention, what: str, s: float) -> Tensor | None:
     return None if name in WITH_ONES and att.b_q is not None else value
 
 
-def check(att: Attention, what: str, s: float) -> None:
+def check(att, what, s):
     """Of those bounds that cover the layer; of exceptional inputs, which have no output
     projection, published ones."""
     other, sinks = SCALED[what](att, s), {"sinks", "gate"} & att.variants
-    for name in PUBLISHED if att.w_o is None else bounds.names(None):
-        bound = bounds.get(name)
+    for name in PUBLISHED if att.w_o is None else lb.bounds.names(None):
+        bound = lb.bounds.get(name)
         if not bound.applies(att) or (what == "inputs" and sinks and att.b_v is not None):
             continue
         found, wanted = bound(other), expected(name, att, what, s)
@@ -104,20 +102,20 @@ NARROW = st.one_of(
 
 @examples(60)
 @given(WIDE, st.sampled_from(list(SCALED)), st.integers(-55, 55))
-def test_sizes_do_not_matter(att: Attention, what: str, power: int) -> None:
+def test_sizes_do_not_matter(att, what, power):
     check(att, what, 10.0**power)
 
 
 @examples(30)
 @given(NARROW, st.sampled_from(list(SCALED)), st.integers(-60, 60))
-def test_sizes_do_not_matter_in_float32(att: Attention, what: str, power: int) -> None:
+def test_sizes_do_not_matter_in_float32(att, what, power):
     """By powers of two from 1e-18 to 1e18: others would round the given numbers."""
     check(att, what, 2.0**power)
 
 
 @examples(30)
 @given(st.sampled_from(KINDS), SEEDS)
-def test_order_of_tokens_and_number_of_heads_do_not_matter(kind: str, seed: int) -> None:
+def test_order_of_tokens_and_number_of_heads_do_not_matter(kind, seed):
     att = random_attention(kind, seed)
     order = torch.randperm(att.tokens, generator=torch.Generator().manual_seed(seed))
     mask = None if att.mask is None else att.mask[..., order, :][..., order]
@@ -129,39 +127,39 @@ def test_order_of_tokens_and_number_of_heads_do_not_matter(kind: str, seed: int)
     # block norms are within 1e-4 in float32; kernels may round products at another place of the
     # batch otherwise: by what Lemma 48 allows them
     same = att.d_v * (2 * att.x.shape[-1] + 2 * att.d_v + 20) * 2.0**-24
-    for name in bounds.names(None):
+    for name in lb.bounds.names(None):
         rtol = 2e-4 if name in OURS else 1e-9
-        value, again = bounds.get(name)(att), bounds.get(name)(doubled)
-        close(bounds.get(name)(other), value, rtol)
+        value, again = lb.bounds.get(name)(att), lb.bounds.get(name)(doubled)
+        close(lb.bounds.get(name)(other), value, rtol)
         close(again, torch.cat([value, value], 1), rtol)
         close(again[:, : att.heads], again[:, att.heads :], same)
 
 
 @examples(30)
 @given(st.sampled_from(KINDS), SEEDS, st.sampled_from((1.0, 100.0, 1e4)))
-def test_what_all_keys_or_values_share_does_not_matter(kind: str, seed: int, shift: float) -> None:
+def test_what_all_keys_or_values_share_does_not_matter(kind, seed, shift):
     att = random_attention(kind, seed)
     b_k, b_v = (torch.full_like(w[:, 0], shift) for w in (att.w_k, att.w_v))
     if att.b_k is not None:
         b_k, b_v = b_k + att.b_k, b_v + att.b_v
     for name in OURS:
         close(
-            bounds.get(name)(changed(att, b_k=b_k, b_v=b_v)),
-            bounds.get(name)(att),
+            lb.bounds.get(name)(changed(att, b_k=b_k, b_v=b_v)),
+            lb.bounds.get(name)(att),
             block_norms.RTOL,
         )
 
 
 @pytest.mark.parametrize("exponent", [-55, 55])
-def test_terms_are_fractions_and_rules_follow_at_any_scale(exponent: int) -> None:
+def test_terms_are_fractions_and_rules_follow_at_any_scale(exponent):
     att, s = random_attention("plain"), 10.0**exponent
     other, large = inputs(att, s), changed(att, w_o=att.w_o * s)
-    for name in bounds.names():
-        terms = bounds.get(name).terms(other)
+    for name in lb.bounds.names():
+        terms = lb.bounds.get(name).terms(other)
         if terms is not None:
             close(sum(terms.values()), torch.ones(2, 3, dtype=torch.float64))
     for rule in ("sum", "root_sum_square", "folded", "best"):
-        value = bounds.whole_layer(att, "yudin", rule=rule)
-        close(bounds.whole_layer(other, "yudin", rule=rule), value)
-        close(bounds.whole_layer(large, "yudin", rule=rule), value * s)
-    close(bounds.over_ball(values(att, s), 0.1), bounds.over_ball(att, 0.1) * s, 1e-6)
+        value = lb.bounds.whole_layer(att, "yudin", rule=rule)
+        close(lb.bounds.whole_layer(other, "yudin", rule=rule), value)
+        close(lb.bounds.whole_layer(large, "yudin", rule=rule), value * s)
+    close(lb.bounds.over_ball(values(att, s), 0.1), lb.bounds.over_ball(att, 0.1) * s, 1e-6)

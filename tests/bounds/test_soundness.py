@@ -13,7 +13,6 @@ from support.judge import below
 from support.layers import changed, random_attention
 from support.oracles import allowance, dense_norms, encloses
 from support.strategies import MODERATE, examples, layers, part
-from torch import Tensor
 
 from lipbound import bounds
 from lipbound.attention.layer import Attention
@@ -24,7 +23,7 @@ OURS = ("lipbound", "lipbound_block")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 
 
-def check(att: Attention, exact: Tensor, exact_l2: Tensor, slack: float = 1e-9) -> None:
+def check(att, exact, exact_l2, slack=1e-9):
     """``slack``: rounding of the references, relative."""
     for name in bounds.names():
         bound = bounds.get(name)
@@ -37,21 +36,21 @@ def check(att: Attention, exact: Tensor, exact_l2: Tensor, slack: float = 1e-9) 
 
 @examples(100)
 @given(layers())
-def test_no_sound_bound_is_below_the_dense_norm(att: Attention) -> None:
+def test_no_sound_bound_is_below_the_dense_norm(att):
     """100 shapes x 60 heads."""
     check(att, dense_norms(att), dense_norms(att, "l2"))
 
 
 @examples(12)
 @given(layers(torch.float32, **MODERATE))
-def test_no_sound_bound_is_below_the_float32_norm(att: Attention) -> None:
+def test_no_sound_bound_is_below_the_float32_norm(att):
     """12 shapes x 60 heads."""
     check(att, spectral_norm(att, tol=1e-5).lower, l2_spectral_norm(att, tol=1e-5).lower)
 
 
 @examples(50)
 @given(layers())
-def test_certified_enclosures_hold_the_dense_norm(att: Attention) -> None:
+def test_certified_enclosures_hold_the_dense_norm(att):
     """50 shapes x 60 heads: every norm enclosed, and to the width asked for."""
     norm = spectral_norm(att, tol=1e-6, delta=1e-10)
     dense, tiny = spectral_norm(att, method="dense"), allowance(att)
@@ -68,7 +67,7 @@ def test_certified_enclosures_hold_the_dense_norm(att: Attention) -> None:
 
 
 @pytest.mark.parametrize("sharp", [1.0, 30.0, 1e3, 1e6])
-def test_saturated_float32_heads(sharp: float) -> None:
+def test_saturated_float32_heads(sharp):
     for seed in range(part(8, 2)):
         att = random_attention("biases", seed, torch.float32).select(slice(0, 1), slice(0, 1))
         w_q, w_k, w_v = (w[:, :3] for w in (att.w_q, att.w_k, att.w_v))
@@ -78,7 +77,7 @@ def test_saturated_float32_heads(sharp: float) -> None:
         assert not any(below(float(value), norm) for value in bounds.evaluate(att, OURS).values())
 
 
-def test_scores_beyond_what_can_be_resolved() -> None:
+def test_scores_beyond_what_can_be_resolved():
     """One token, whose score does not matter; the other head is as it was."""
     att = random_attention("plain").select(slice(0, 1), slice(0, 2))
     att = changed(att, x=att.x[:, :1])
@@ -90,7 +89,7 @@ def test_scores_beyond_what_can_be_resolved() -> None:
         close(value[:, 1], bounds.get(name)(att)[:, 1])
 
 
-def nearly_nothing(case: str) -> Attention:
+def nearly_nothing(case):
     """Layers with ordinary norms, some of whose numbers have squares that underflow."""
     if case.startswith("rotary scores"):
         att = normal_layer(0, 8, 6, 4)
@@ -114,7 +113,7 @@ NEARLY += tuple(f"rotary scores {size}" for size in (30, 100, 200, 300, 600))
 
 
 @pytest.mark.parametrize("case", NEARLY)
-def test_what_nearly_vanishes_leaves_bounds_finite(case: str) -> None:
+def test_what_nearly_vanishes_leaves_bounds_finite(case):
     att = nearly_nothing(case)
     exact = float(spectral_norm(att, method="dense").lower)
     for recorded in (False, True):
@@ -125,7 +124,7 @@ def test_what_nearly_vanishes_leaves_bounds_finite(case: str) -> None:
 
 @DTYPES
 @pytest.mark.parametrize("width", [40, 640, 1000])
-def test_one_token_and_a_sink_with_wide_values(width: int, dtype: torch.dtype) -> None:
+def test_one_token_and_a_sink_with_wide_values(width, dtype):
     """J = p (1 + (1 - p) c) w for the logit c: known without a decomposition, and our bound is it
     but for rounding."""
     w = torch.full((width,), 2.0**-13.51, dtype=torch.float64)
@@ -133,7 +132,7 @@ def test_one_token_and_a_sink_with_wide_values(width: int, dtype: torch.dtype) -
     w, one = w.to(dtype), torch.ones(1, 1, 1, dtype=dtype)
     length = math.fsum(float(t) ** 2 for t in w) ** 0.5
 
-    def att(logit: Tensor) -> Attention:
+    def att(logit):
         w_v = w.view(1, 1, -1)
         return Attention(one, 0 * one, one, w_v, b_q=logit[None], scale=1.0, sinks=logit)
 

@@ -24,11 +24,11 @@ from lipbound.linalg import covariance
 from lipbound.linalg.covariance import weighted_deviation_norm
 
 
-def norm(m: Tensor) -> float:
+def norm(m):
     return float(torch.linalg.matrix_norm(m.double(), 2))
 
 
-def longest(m: np.ndarray) -> Any:
+def longest(m):
     """The largest length of a row."""
     return ((m * m).sum(-1) ** 0.5).max()
 
@@ -40,7 +40,7 @@ class Arithmetic(NamedTuple):
     norm: Callable[[np.ndarray], Any]
 
 
-def norm_in_digits(m: np.ndarray) -> mp.mpf:
+def norm_in_digits(m):
     gram = m.T @ m if m.shape[1] <= m.shape[0] else m @ m.T
     return mp.sqrt(max(*mp.eigsy(mp.matrix(gram.tolist()), eigvals_only=True), 0))
 
@@ -50,7 +50,7 @@ FLOAT64 = Arithmetic(lambda t: t.double().numpy(), partial(np.linalg.norm, ord=2
 DIGITS = Arithmetic(lambda t: number(t.double().numpy()), norm_in_digits)
 
 
-def published(att: Attention, h: int, p: np.ndarray, arithmetic: Arithmetic) -> dict[str, Any]:
+def published(att, h, p, arithmetic):
     """The statements, term by term, on one head at one sample without padding."""
     numbers, norm = arithmetic
     x, w_q, w_k, w_v = map(numbers, (att.x[0], att.w_q[h], att.w_k[h], att.w_v[h]))
@@ -90,14 +90,14 @@ def published(att: Attention, h: int, p: np.ndarray, arithmetic: Arithmetic) -> 
     }
 
 
-def naive(att: Attention, h: int) -> dict[str, float]:
+def naive(att, h):
     """All statements in float64, of a head at one sample without padding."""
     p, *sides = (t[0, h] for t in (att.p, att.q, att.k, att.v))
     ours = our_bounds(p, *sides, att.w_q[h], att.w_k[h], att.w_v[h], scale=att.scale)
     return ours | published(att, h, p.numpy(), FLOAT64)
 
 
-def our_bounds(p: Tensor, *parts: Tensor, scale: float) -> dict[str, float]:
+def our_bounds(p, *parts, scale):
     """Our bounds pair by pair, from explicit blocks and dense norms."""
     q, k, v, w_q, w_k, w_v = parts
     o, qt, size = p @ v, scale * q @ w_k.T, norm(w_v)
@@ -120,7 +120,7 @@ def our_bounds(p: Tensor, *parts: Tensor, scale: float) -> dict[str, float]:
 
 
 @pytest.mark.each_value(kind=HARD)
-def test_bounds_are_their_statements(att: Attention) -> None:
+def test_bounds_are_their_statements(att):
     values = bounds.evaluate(att, "all")
     for s, h in places(att):
         expected = naive(att.unpadded(s), h)
@@ -140,9 +140,7 @@ COMPARED += "yudin_closed yudin_g1 yudin_nobias yudin_sqrt_n".split()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("logits", [1.0, 30.0, 1e3, 1e6, 1e12])
 @pytest.mark.parametrize("offset", [0.0, 1e4])
-def test_values_are_upper_values_in_real_arithmetic(
-    offset: float, logits: float, dtype: torch.dtype
-) -> None:
+def test_values_are_upper_values_in_real_arithmetic(offset, logits, dtype):
     """In 60 digits never below, and hardly above. ``offset`` is common to all tokens; W_K nearly
     annihilates it, so that scores cancel."""
     draw = normal(int(logits) % 1000 + int(offset))
@@ -166,12 +164,12 @@ def test_values_are_upper_values_in_real_arithmetic(
 
 
 @pytest.mark.parametrize("y", [0.0, 1e-9, 1.0, 127.0, 1e6])
-def test_inverse_phi(y: float) -> None:
+def test_inverse_phi(y):
     x = float(inverse_phi(torch.tensor(y, dtype=torch.float64)))
     assert x * math.exp(x + 1) == pytest.approx(y, rel=1e-12)
 
 
-def test_kim_is_attained_by_one_token() -> None:
+def test_kim_is_attained_by_one_token():
     """Of degree two in W_Q; the printed degree one would give 6."""
     one = torch.ones(1, 1, 1, dtype=torch.float64)
     att = Attention(one, 3 * one, one, 2 * one)
@@ -180,7 +178,7 @@ def test_kim_is_attained_by_one_token() -> None:
 
 
 @pytest.mark.parametrize("spread", [0.02, 0.5, 3.0])
-def test_deviation_norm_never_falls_short(spread: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deviation_norm_never_falls_short(spread, monkeypatch):
     draw = normal()
     x, p = draw(2, 40, 64), torch.softmax(spread * draw(2, 3, 40, 40), -1)
     m = torch.diag_embed(p) - p[..., :, None] * p[..., None, :]
@@ -193,14 +191,12 @@ def test_deviation_norm_never_falls_short(spread: float, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(("rounds", "spread"), [((1, 5), 2.0), ((1,), 0.02)])
-def test_derivative_of_the_deviation_norm(
-    rounds: tuple[int, ...], spread: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_derivative_of_the_deviation_norm(rounds, spread, monkeypatch):
     """Of a row that was solved for, or, where rows are alike and one round does not suffice, of a
     cheap upper value."""
     monkeypatch.setattr(covariance, "ROUNDS", rounds)
     draw = normal()
-    given = draw(2, 8, 10).requires_grad_(), (spread * draw(2, 2, 8, 8)).requires_grad_()
+    given = draw(1, 8, 10).requires_grad_(), (spread * draw(1, 1, 8, 8)).requires_grad_()
     assert torch.autograd.gradcheck(
         lambda x, scores: finished(weighted_deviation_norm(x, torch.softmax(scores, -1))),
         given,
@@ -211,9 +207,7 @@ def test_derivative_of_the_deviation_norm(
 
 
 @pytest.mark.parametrize("name", ["lipbound", "lipbound_block"])
-def test_memory_that_is_not_free_is_refused_before_it_is_taken(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_is_not_free_is_refused_before_it_is_taken(name, monkeypatch):
     monkeypatch.setattr(devices, "available", lambda device: 1000.0)
     call = partial(bounds.get(name), random_attention("plain"))
     refused(call, "matrices over all their pairs", " GB, and 1e-06 GB of memory are free")
@@ -222,7 +216,7 @@ def test_memory_that_is_not_free_is_refused_before_it_is_taken(
 # -- conditions; docs/sitegen/counterexamples.py has the smallest layers on which statements fail --
 
 
-def test_conditions_see_masks_padding_and_scales() -> None:
+def test_conditions_see_masks_padding_and_scales():
     """Forbidding padding is no mask; and among tokens that are not padding, whatever a mask says of
     the others."""
     kim, mean, masked = "kim", "castin_mean_field", "castin_masked_mean_field"
@@ -252,7 +246,7 @@ def test_conditions_see_masks_padding_and_scales() -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 16, 64])
-def test_averages_of_the_past_need_the_factor_two(tokens: int) -> None:
+def test_averages_of_the_past_need_the_factor_two(tokens):
     """At A = 0 the norm is that of P (Hardy), beyond every bound that tends to ||W_V||."""
     one = torch.ones(1, 1, 1, dtype=torch.float64)
     att = Attention(torch.ones(1, tokens, 1).double(), 0 * one, one, one, mask=causal(tokens))
@@ -266,7 +260,7 @@ def test_averages_of_the_past_need_the_factor_two(tokens: int) -> None:
         assert float(exact) > 1.59
 
 
-def test_the_registry_is_complete() -> None:
+def test_the_registry_is_complete():
     """A statement that may fail to be a bound says why."""
     att = random_attention("biases")
     for name in bounds.names(None):

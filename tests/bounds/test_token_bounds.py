@@ -16,18 +16,16 @@ from support.reference import dense_jacobian
 from support.strategies import MODERATE, examples, layers, part
 from support.variants import HAS
 from support.variants import layer as variant_layer
-from torch import Tensor
 
 import lipbound as lb
 from lipbound import bounds
-from lipbound.attention.layer import Attention
 from lipbound.attention.softmax import splitting_bound
 
 NAMES = [name for norm in ("every-token", "one-token") for name in bounds.names(norm)]
 OURS = [name for name in NAMES if name != "newhouse"]
 
 
-def brute_force(att: Attention, steps: int = 20) -> dict[str, Tensor]:
+def brute_force(att, steps=20):
     """Attained values of both norms, (samples, heads). Biases that J does not see would cancel
     digits of the reference, and are left out."""
     j = token_oracle.all_blocks(att if att.variants else changed(att, b_k=None, b_v=None))
@@ -37,7 +35,7 @@ def brute_force(att: Attention, steps: int = 20) -> dict[str, Tensor]:
     }
 
 
-def check(att: Attention, slack: float = 1e-9) -> None:
+def check(att, slack=1e-9):
     least = brute_force(att)
     for name in NAMES:
         bound = bounds.get(name)
@@ -52,7 +50,7 @@ def check(att: Attention, slack: float = 1e-9) -> None:
 # -- the reference ---------------------------------------------------------------------------------
 
 
-def test_brute_force_meets_itself(kind: str) -> None:
+def test_brute_force_meets_itself(kind):
     """Both ends of the reference, so that what is compared with it is compared with the norm."""
     j = token_oracle.all_blocks(random_attention(kind))
     lower, upper = token_oracle.every_from_below(j, 6, 200), token_oracle.every_from_above(j)
@@ -60,7 +58,7 @@ def test_brute_force_meets_itself(kind: str) -> None:
     assert float((upper / lower).max()) < 1.01
 
 
-def test_a_perturbation_attains_it() -> None:
+def test_a_perturbation_attains_it():
     """The value of the ascent is a length of an output: no formula of duality in between."""
     j = token_oracle.blocks(random_attention("plain"), 0)[0]
     moves = normal()(2000, len(j), j.shape[-1])
@@ -80,14 +78,14 @@ def test_a_perturbation_attains_it() -> None:
 
 @examples(25)
 @given(layers())
-def test_no_sound_bound_is_below_what_is_attained(att: Attention) -> None:
+def test_no_sound_bound_is_below_what_is_attained(att):
     """25 shapes x 60 heads."""
     check(att)
 
 
 @examples(20)
 @given(layers(torch.float32, **MODERATE))
-def test_no_sound_bound_is_below_what_is_attained_in_float32(att: Attention) -> None:
+def test_no_sound_bound_is_below_what_is_attained_in_float32(att):
     """Of the given float32 numbers; 20 shapes x 60 heads."""
     check(att)
 
@@ -95,20 +93,20 @@ def test_no_sound_bound_is_below_what_is_attained_in_float32(att: Attention) -> 
 @pytest.mark.each_value
 @pytest.mark.parametrize("side", [slice(4, None), slice(0, 2)], ids=["right", "left"])
 @pytest.mark.parametrize("name", sorted({*NAMES, *bounds.names()}))
-def test_padding_does_not_count(name: str, side: slice) -> None:
+def test_padding_does_not_count(name, side):
     """A padded sample has the bounds of its own tokens, also where those are far from zero."""
     draw = normal()
     x, w = 9 + draw(1, 6, 5), [draw(2, 5, 3) for _ in range(3)]
     valid = torch.ones(1, 6, dtype=torch.bool)
     valid[:, side] = False
-    padded, alone = Attention(x, *w, valid=valid), Attention(x[:, valid[0]], *w)
+    padded, alone = lb.Attention(x, *w, valid=valid), lb.Attention(x[:, valid[0]], *w)
     found, own = (bounds.evaluate(att, [name])[name] for att in (padded, alone))
     close(found, own, 1e-7)
 
 
 @pytest.mark.parametrize("mask", ["none", "causal", "padded"])
 @pytest.mark.parametrize("has", HAS)
-def test_heads_with_variants(has: tuple[str, ...], mask: str) -> None:
+def test_heads_with_variants(has, mask):
     for seed in range(part(3, 1)):
         check(variant_layer(seed, frozenset(has), mask=mask))
 
@@ -116,7 +114,7 @@ def test_heads_with_variants(has: tuple[str, ...], mask: str) -> None:
 @pytest.mark.each_value(family=tuple(hard_heads.FAMILIES)[::2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("family", hard_heads.FAMILIES)
-def test_hard_heads_in_80_digits(family: str, dtype: torch.dtype) -> None:
+def test_hard_heads_in_80_digits(family, dtype):
     """Nothing is allowed for rounding."""
     att = judge.case(family, dtype, 1).select(slice(0, 1), slice(0, 2))
     for h in range(att.heads):
@@ -129,7 +127,7 @@ def test_hard_heads_in_80_digits(family: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.each_value(kind=HARD)
-def test_whole_layers(kind: str) -> None:
+def test_whole_layers(kind):
     """Heads put together, and projected: by the blocks of the dense Jacobian of the layer."""
     att = random_attention(kind)
     for map in ("heads", "layer"):
@@ -145,13 +143,13 @@ def test_whole_layers(kind: str) -> None:
 # -- statements ------------------------------------------------------------------------------------
 
 
-def subsets(p: Tensor) -> Tensor:
+def subsets(p):
     """theta of rows, over all sets of their entries; no sum is a difference from 1."""
     sides = torch.tensor(list(product((0.0, 1.0), repeat=p.shape[-1])), dtype=torch.float64)
     return (4 * (p @ sides.T) * (p @ (1 - sides).T)).amax(-1)
 
 
-def split(one: Attention, h: int, theta: Tensor) -> float:
+def split(one, h, theta):
     """The statement of mass splitting, of one sample without padding."""
     q, k, v = (t[0, h] for t in (one.q, one.k, one.v))
     slopes = (one.scale * q @ one.w_k[h].T).norm(dim=-1)
@@ -160,7 +158,7 @@ def split(one: Attention, h: int, theta: Tensor) -> float:
     return float(torch.linalg.matrix_norm(one.w_v[h], 2) + moved)
 
 
-def test_mass_splitting_uses_at_least_theta(kind: str) -> None:
+def test_mass_splitting_uses_at_least_theta(kind):
     """Also where rows have their exact theta instead, nothing attained is above the statement."""
     att = random_attention(kind)
     least = brute_force(att)["every-token"]
@@ -174,7 +172,7 @@ def test_mass_splitting_uses_at_least_theta(kind: str) -> None:
 
 
 @pytest.mark.each_value(kind=HARD)
-def test_layers_are_below_the_form_of_theorem_5_1(kind: str) -> None:
+def test_layers_are_below_the_form_of_theorem_5_1(kind):
     """||W_O|| sum_h (||W_V^h|| + theta_h Phi_h / tau) with the Phi_h of Lemma 104 and the exact
     theta, of Emadi 2026, and no less than what mass splitting makes of the layer."""
     att = random_attention(kind)
@@ -192,7 +190,7 @@ def test_layers_are_below_the_form_of_theorem_5_1(kind: str) -> None:
             assert float(bounds.whole_layer(att, "mass_splitting")[s]) <= form * (1 + 1e-9)
 
 
-def naive(one: Attention, h: int) -> dict[str, float]:
+def naive(one, h):
     """The statements from blocks of the autograd Jacobian of the definition and dense norms of
     their parts, of one sample without padding."""
     p, q, k, v = (t[0, h] for t in (one.p, one.q, one.k, one.v))
@@ -217,7 +215,7 @@ def naive(one: Attention, h: int) -> dict[str, float]:
 
 
 @pytest.mark.each_value(kind=HARD)
-def test_our_bounds_are_their_statements(kind: str) -> None:
+def test_our_bounds_are_their_statements(kind):
     """Up to the upper values of norms of small blocks, within a percent; they are weights in
     ``lipbound_every``, where larger ones may be better."""
     att = random_attention(kind)
@@ -231,13 +229,13 @@ def test_our_bounds_are_their_statements(kind: str) -> None:
     assert bool((values["lipbound_every"] <= 1.12 * above).all())
 
 
-def printed_newhouse(att: Attention) -> float:
+def printed_newhouse(att):
     """The statement for a head without biases."""
     q, k, v = (float(torch.linalg.matrix_norm(w[0], 2)) for w in (att.w_q, att.w_k, att.w_v))
     return v * (1 + 2 * att.scale * q * k * float(att.x.norm(dim=-1).max()) ** 2)
 
 
-def test_newhouse_is_its_statement(kind: str) -> None:
+def test_newhouse_is_its_statement(kind):
     att = random_attention(kind)
     value = bounds.get("newhouse")(att)
     if att.b_q is None:
@@ -250,11 +248,11 @@ def test_newhouse_is_its_statement(kind: str) -> None:
         torch.cat([w, torch.zeros_like(w[:, :1]) if b is None else b[:, None]], 1)
         for w, b in ((att.w_q, att.b_q), (att.w_k, None), (att.w_v, None))
     ]
-    longer = Attention(torch.cat([att.x, ones], -1), *with_row, scale=att.scale)
+    longer = lb.Attention(torch.cat([att.x, ones], -1), *with_row, scale=att.scale)
     close(value, bounds.get("newhouse")(longer))
 
 
-def test_newhouse_needs_the_query_bias_and_no_third() -> None:
+def test_newhouse_needs_the_query_bias_and_no_third():
     att = query_bias_alone(10, -10)  # without it the formula has no softmax term
     least = float(brute_force(att)["every-token"])
     assert printed_newhouse(att) < 0.1 * least
@@ -263,20 +261,20 @@ def test_newhouse_needs_the_query_bias_and_no_third() -> None:
     assert printed_newhouse(changed(one, x=0 * one.x)) / 3 < float(brute_force(one)["every-token"])
 
 
-def test_newhouse_is_none_in_the_frobenius_norm() -> None:
+def test_newhouse_is_none_in_the_frobenius_norm():
     """All tokens attend to one: the Frobenius norm is sqrt(N) times that of the values, and numbers
     of both norms do not stand side by side."""
     mask = torch.full((9, 9), -math.inf, dtype=torch.float64)
     mask[:, 0] = 0.0
     x, w = torch.ones(1, 9, 1, dtype=torch.float64), torch.ones(1, 1, 1, dtype=torch.float64)
-    att = Attention(x, 0 * w, w, w, mask=mask)
+    att = lb.Attention(x, 0 * w, w, w, mask=mask)
     assert float(bounds.get("newhouse")(att)) == pytest.approx(1.0)
     assert float(dense_norms(att)) == pytest.approx(3.0)
     assert float(brute_force(att)["every-token"]) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("ball", ["token", "frobenius"])
-def test_newhouse_over_a_ball(ball: str) -> None:
+def test_newhouse_over_a_ball(ball):
     att, draw = random_attention("biases"), normal()
     for radius in (0.1, 1.0):
         value, move = bounds.get("newhouse").over_ball(att, radius, ball=ball), draw(*att.x.shape)
@@ -286,7 +284,7 @@ def test_newhouse_over_a_ball(ball: str) -> None:
         assert bool((value >= bounds.get("newhouse")(moved) * (1 - 1e-12)).all())
 
 
-def test_where_block_norms_are_exact() -> None:
+def test_where_block_norms_are_exact():
     """Where J is P times W_V; and one token has one norm."""
     att = random_attention("no_query")
     weight = torch.linalg.matrix_norm(att.w_v, 2).expand(2, -1)
@@ -298,7 +296,7 @@ def test_where_block_norms_are_exact() -> None:
         close(bounds.get(name)(att), bounds.get("lipbound_block")(att))
 
 
-def test_weights_that_would_overflow() -> None:
+def test_weights_that_would_overflow():
     """Where keys are far away, and what a token does at others all but vanishes."""
     att = judge.case("common_offset", torch.float64, 50002)
     every = bounds.get("lipbound_every")

@@ -11,12 +11,11 @@ from support.layers import HARD, places, random_attention
 from support.oracles import oracle
 
 import lipbound as lb
-from lipbound import bounds
 from lipbound.attention.layer import Attention
 from lipbound.bounds import whole_layer
 from lipbound.bounds.whole_layer_rules import RULES, with_output
 
-NAMES = [name for name in bounds.names() if bounds.get(name).map == "head"]
+NAMES = [name for name in lb.bounds.names() if lb.bounds.get(name).map == "head"]
 MAPS = ("heads", "layer")
 
 
@@ -27,13 +26,13 @@ def test_no_sound_bound_is_below_a_layers_norm(att: Attention, map: str, rule: s
     exact = oracle(att, map)
     for name in NAMES:
         value = whole_layer(att, name, map=map, rule=rule)
-        sound = bounds.get(name).sound(att).all(-1)
+        sound = lb.bounds.get(name).sound(att).all(-1)
         assert value.shape == exact.shape
         assert bool((~sound | (value >= exact * (1 - 1e-9))).all()), name
 
 
 def test_rules_are_their_statements(att: Attention) -> None:
-    heads, slices = bounds.get("yudin")(att), torch.linalg.matrix_norm(att.w_o, 2)
+    heads, slices = lb.bounds.get("yudin")(att), torch.linalg.matrix_norm(att.w_o, 2)
     together = heads.square().sum(1).sqrt()
     whole = torch.linalg.matrix_norm(att.w_o.flatten(0, 1), 2) * together
     summed = (heads * slices).sum(1)
@@ -49,7 +48,7 @@ def test_rules_are_their_statements(att: Attention) -> None:
 
 def test_folded_heads_are_their_statement(att: Attention) -> None:
     folded, e = att.fold_output()
-    values = bounds.get("lipbound")(folded)
+    values = lb.bounds.get("lipbound")(folded)
     omega = torch.linalg.matrix_norm(e[:, None].mT @ e[None], 2)
     pairs = torch.einsum("sh,hk,sk->s", values, omega, values).sqrt()
     stacked = torch.linalg.matrix_norm(torch.cat(list(e), 1), 2) * values.norm(dim=1)
@@ -115,7 +114,7 @@ def test_bounds_in_norms_of_tokens_count_it_too(norm: str) -> None:
         blocks = torch.tensor(j).permute(0, 2, 1, 3)  # (N, N, D_out, D)
         moving = blocks.transpose(0, 1).flatten(1, 2) if norm == "one-token" else blocks
         least = float(torch.linalg.matrix_norm(moving, 2).amax())
-        for name in bounds.names(norm):
+        for name in lb.bounds.names(norm):
             values, sound = with_output(att, name)
             assert not sound[at] or float(values[at]) >= least, name
 
@@ -146,5 +145,5 @@ def test_ordinary_heads_pay_nothing(kind: str) -> None:
     folded = att.fold_output()[0]
     for name in ("lipbound", "yudin", "castin"):
         values, sound = with_output(att, name)
-        close(values, bounds.get(name)(folded))
-        assert torch.equal(sound, bounds.get(name).sound(folded))
+        close(values, lb.bounds.get(name)(folded))
+        assert torch.equal(sound, lb.bounds.get(name).sound(folded))

@@ -1,14 +1,13 @@
 """Attacks: against what can be worked out by hand, and against each other."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
 import transformers as tf
 from robustness import embedding_accuracy, robust_accuracy
 from support.models import IMAGE, TEXT, build
-from torch import Tensor, nn
+from torch import nn
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from lipbound.errors import LipboundError
@@ -17,7 +16,7 @@ NORMAL = {"mean": [0.5] * 3, "std": [0.5] * 3}
 
 
 @pytest.fixture(scope="module")
-def trained() -> tuple[tf.PreTrainedModel, Tensor, Tensor]:
+def trained():
     """A tiny ViT that tells bright from dark images, and 32 of them."""
     torch.manual_seed(0)
     model = tf.ViTForImageClassification(tf.ViTConfig(**IMAGE, num_labels=2)).train()
@@ -34,7 +33,7 @@ def trained() -> tuple[tf.PreTrainedModel, Tensor, Tensor]:
     return model.eval(), images, labels
 
 
-def test_pixel_attacks_are_ordered(trained: tuple[tf.PreTrainedModel, Tensor, Tensor]) -> None:
+def test_pixel_attacks_are_ordered(trained):
     attacks = ["clean", "fgsm-2", "pgd-2", "pgd-60", "fgsm-60", "autoattack-60"]
     found = robust_accuracy(*trained, **NORMAL, attacks=attacks)
     assert found["clean"] == 100
@@ -48,9 +47,7 @@ def test_pixel_attacks_are_ordered(trained: tuple[tf.PreTrainedModel, Tensor, Te
     assert far["pgd-20"] < 60
 
 
-def test_fgsm_moves_every_pixel_by_the_budget(
-    trained: tuple[tf.PreTrainedModel, Tensor, Tensor],
-) -> None:
+def test_fgsm_moves_every_pixel_by_the_budget(trained):
     """The accuracy is that of one step along the sign of the gradient, done by hand."""
     model, images, labels = trained
     for budget in (10, 30, 50):
@@ -69,13 +66,13 @@ class Linear(tf.PreTrainedModel):
 
     config_class = tf.BertConfig
 
-    def __init__(self, config: tf.BertConfig):
+    def __init__(self, config):
         super().__init__(config)
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList([nn.Identity() for _ in range(config.num_hidden_layers)])
         self.head = nn.Linear(config.hidden_size, 2)
 
-    def forward(self, input_ids: Tensor, attention_mask: Any = None, **_: object) -> object:
+    def forward(self, input_ids, attention_mask=None, **_):
         x = self.embed(input_ids)
         for layer in self.layers:
             x = layer(x)
@@ -84,7 +81,7 @@ class Linear(tf.PreTrainedModel):
         return SequenceClassifierOutput(logits=self.head((x * weights).sum(1) / weights.sum(1)))
 
 
-def test_linear_network_is_attacked_exactly_at_its_margin() -> None:
+def test_linear_network_is_attacked_exactly_at_its_margin():
     torch.manual_seed(0)
     model = Linear(tf.BertConfig(**TEXT))
     inputs = {"input_ids": torch.randint(3, 60, (12, 5))}
@@ -106,7 +103,7 @@ def test_linear_network_is_attacked_exactly_at_its_margin() -> None:
         assert found["singular"] >= expected
 
 
-def test_text_classifier_and_padding() -> None:
+def test_text_classifier_and_padding():
     model = build(lambda: tf.BertForSequenceClassification(tf.BertConfig(**TEXT, num_labels=3)))
     inputs = {
         "input_ids": torch.randint(3, 60, (6, 9), generator=torch.Generator().manual_seed(0)),
@@ -129,7 +126,7 @@ def test_text_classifier_and_padding() -> None:
             assert padded[name] == alone[name]
 
 
-def test_bad_requests(trained: tuple[tf.PreTrainedModel, Tensor, Tensor]) -> None:
+def test_bad_requests(trained):
     model, images, labels = trained
     for pixels, options, message in (
         (images, {"attacks": ("cw-2",)}, "unknown attack 'cw-2'"),

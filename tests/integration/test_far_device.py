@@ -2,15 +2,13 @@
 GPU refuses, in a process of its own."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from integration.test_readme import benchmark
 from support import elsewhere, far_device
 from support.versions import newer_torch
 
@@ -33,7 +31,7 @@ CLOSE = {"float64": 1e-6, "float32": 5e-4}
 Call = Callable[..., Any]
 
 
-def calls(register: Callable[[], None]) -> Iterator[Call]:
+def calls(register):
     """Calls of functions in a process of their own, which registers a device first."""
     context = get_context("forkserver")  # of test_interruptions.py, which has torch imported
     with ProcessPoolExecutor(1, mp_context=context, initializer=register) as pool:
@@ -41,12 +39,12 @@ def calls(register: Callable[[], None]) -> Iterator[Call]:
 
 
 @pytest.fixture(scope="module")
-def there() -> Iterator[Call]:
+def there():
     """Calls a function in the process that knows the device."""
     yield from calls(far_device.register)
 
 
-def agree(found: elsewhere.Pairs, rtol: float, of_largest: float = 1e-9) -> None:
+def agree(found, rtol, of_largest=1e-9):
     """Both devices' numbers are the same ones, up to what their methods allow; ``of_largest``: for
     tensors in units of their largest entry."""
     assert found
@@ -63,7 +61,7 @@ PUBLISHED = [n for n in bounds.names(None) if "papers" in bounds.get(n).function
 
 @made_of_numbers
 @pytest.mark.parametrize("what", list(COUNTS))
-def test_operations_and_reads_of_a_call(there: Call, what: str) -> None:
+def test_operations_and_reads_of_a_call(there, what):
     """No more than so many, with room for one look more on another processor: on a GPU each of them
     waits."""
     found = there(elsewhere.counts, what)
@@ -74,7 +72,7 @@ def test_operations_and_reads_of_a_call(there: Call, what: str) -> None:
 
 
 @made_of_numbers
-def test_samples_of_a_layer_are_one_batch(there: Call) -> None:
+def test_samples_of_a_layer_are_one_batch(there):
     """Our bound works on all of them at a time, in the memory that is planned for it."""
     one, many = (there(elsewhere.counts, "lipbound", samples, 24) for samples in (1, 8))
     assert many["reads"] <= one["reads"] + 1, (one, many)
@@ -84,7 +82,7 @@ def test_samples_of_a_layer_are_one_batch(there: Call) -> None:
 
 @made_of_numbers
 @pytest.mark.parametrize("what", PUBLISHED)
-def test_published_bounds_read_twice_at_most(there: Call, what: str) -> None:
+def test_published_bounds_read_twice_at_most(there, what):
     """For eight samples as for one, with another round of rows or of Newton's iteration."""
     one, many = (there(elsewhere.counts, what, samples, 48) for samples in (1, 8))
     assert max(one["reads"], many["reads"]) <= 2, (one, many)
@@ -92,7 +90,7 @@ def test_published_bounds_read_twice_at_most(there: Call, what: str) -> None:
 
 
 @made_of_numbers
-def test_a_capture_reads_little(there: Call) -> None:
+def test_a_capture_reads_little(there):
     """A pass more verifies the first; what was probed and verified then is not looked at again."""
     passes, reads = zip(*there(elsewhere.captures), strict=True)
     assert passes == (2, 1)
@@ -101,7 +99,7 @@ def test_a_capture_reads_little(there: Call) -> None:
 
 
 @made_of_numbers
-def test_a_step_of_lanczos_reads_nothing_between_looks(there: Call) -> None:
+def test_a_step_of_lanczos_reads_nothing_between_looks(there):
     """Twelve more steps, four looks more, and maybe a smaller batch."""
     longer, shorter = (there(elsewhere.counts, what) for what in ("longer", "shorter"))
     assert longer["reads"] - shorter["reads"] <= 5
@@ -109,7 +107,7 @@ def test_a_step_of_lanczos_reads_nothing_between_looks(there: Call) -> None:
 
 
 @made_of_numbers
-def test_the_device_refuses_what_a_gpu_refuses(there: Call) -> None:
+def test_the_device_refuses_what_a_gpu_refuses(there):
     found = there(elsewhere.refusals)
     assert len(found) == 7, found
 
@@ -117,15 +115,13 @@ def test_the_device_refuses_what_a_gpu_refuses(there: Call) -> None:
 @pytest.mark.each_value
 @pytest.mark.parametrize("what", [elsewhere.norms, elsewhere.all_bounds, elsewhere.token_norms])
 @pytest.mark.parametrize(("has", "mask", "dtype"), LAYERS)
-def test_layers(
-    there: Call, what: Call, has: tuple[str, ...], mask: str | None, dtype: str
-) -> None:
+def test_layers(there, what, has, mask, dtype):
     agree(there(what, has, mask, dtype), CLOSE[dtype])
 
 
 @pytest.mark.each_value(family=("bert", "vit", "Llama"))
 @pytest.mark.parametrize("family", FAMILIES)
-def test_models_are_captured(there: Call, family: str) -> None:
+def test_models_are_captured(there, family):
     agree(there(elsewhere.captured, family), 0.0, 1e-5)
 
 
@@ -138,7 +134,7 @@ def test_models_are_captured(there: Call, family: str) -> None:
         pytest.param({"map": "post_norm", "dtype": "float64"}, marks=pytest.mark.slow),
     ],
 )
-def test_whole_runs(there: Call, bert: Path, options: dict[str, Any]) -> None:
+def test_whole_runs(there, bert, options):
     agree(there(elsewhere.run, bert, options), CLOSE["float32"])
 
 
@@ -146,45 +142,40 @@ def test_whole_runs(there: Call, bert: Path, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("family", "map"), [("bert", "post_norm"), ("gpt2", "pre_norm"), ("Llama", "residual")]
 )
-def test_networks(there: Call, family: str, map: str) -> None:
+def test_networks(there, family, map):
     agree(there(elsewhere.around, family, map), CLOSE["float32"])
 
 
 @pytest.mark.slow
-def test_the_benchmark_of_gpus(there: Call, tmp_path: Path) -> None:
+def test_the_benchmark_of_gpus(there, tmp_path):
     assert there(elsewhere.gpu_benchmark, tmp_path / "gpu.json") == 0
     found = json.loads((tmp_path / "gpu.json").read_text())
     assert found["device"].startswith(far_device.NAME)
-    gpu = benchmark("gpu")
-    assert list(found["layers"]) == [shape.name for shape in gpu.SMALL]
-    for row in found["layers"].values():
-        assert row["error"] <= row["width"] <= gpu.ENCLOSURE["tol"]
-        assert row["prototype_error"] <= 1e-5
-    assert all(row["apart"] <= 1e-3 for row in found["checkpoints"].values())
+    assert not found["failed"] + found["left_out"]
 
 
-def test_derivatives(there: Call) -> None:
+def test_derivatives(there):
     agree(there(elsewhere.derivatives), CLOSE["float32"], 1e-5)
 
 
-def test_inputs_and_measures(there: Call) -> None:
+def test_inputs_and_measures(there):
     agree(there(elsewhere.inputs_and_measures), CLOSE["float64"])
 
 
 @pytest.fixture(scope="module")
-def without_float64() -> Iterator[Call]:
+def without_float64():
     """Calls a function in a process whose device knows no float64."""
     yield from calls(far_device.register_without_float64)
 
 
 @made_of_numbers
 @pytest.mark.parametrize("family", ["bert", "vit", "Llama"])
-def test_models_are_captured_without_float64(without_float64: Call, family: str) -> None:
+def test_models_are_captured_without_float64(without_float64, family):
     agree(without_float64(elsewhere.captured, family), 0.0, 1e-5)
 
 
 @made_of_numbers
-def test_runs_without_float64_are_measured_on_the_cpu(without_float64: Call, bert: Path) -> None:
+def test_runs_without_float64_are_measured_on_the_cpu(without_float64, bert):
     agree(without_float64(elsewhere.run, bert, {"map": "head_out"}), CLOSE["float32"])
     agree(without_float64(elsewhere.around, "bert", "residual"), CLOSE["float32"])
     (note,) = (one for one in without_float64(elsewhere.notes, bert) if "has no float64" in one)
@@ -195,9 +186,7 @@ def test_runs_without_float64_are_measured_on_the_cpu(without_float64: Call, ber
 
 @made_of_numbers
 @pytest.mark.slow
-def test_layers_networks_and_penalties_without_float64_are_certified_on_the_cpu(
-    without_float64: Call,
-) -> None:
+def test_layers_networks_and_penalties_without_float64_are_certified_on_the_cpu(without_float64):
     for what in (elsewhere.norms, elsewhere.all_bounds, elsewhere.token_norms):
         agree(without_float64(what, ("cap", "sinks"), "causal", "float32"), CLOSE["float32"])
     agree(without_float64(elsewhere.around, "gpt2", "pre_norm"), CLOSE["float32"])
@@ -206,5 +195,5 @@ def test_layers_networks_and_penalties_without_float64_are_certified_on_the_cpu(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FIGURES)
-def test_figures(there: Call, name: str) -> None:
+def test_figures(there, name):
     agree(there(elsewhere.figure_of, name), CLOSE["float32"])

@@ -11,16 +11,13 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
 from functools import partial
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import xarray as xr
 from support.models import AFFINE, build
 from support.runs import OPTIONS, TEXTS, identical
 
@@ -28,7 +25,7 @@ import lipbound as lb
 from lipbound.cli.commands import TRIMMING
 from lipbound.runs import store
 from lipbound.runs.config import RunConfig
-from lipbound.runs.store import LayerResult, PartialRun, partial_path
+from lipbound.runs.store import PartialRun, partial_path
 
 WORDS = "--max-length 12 --memory 1kB --samples 4 --bounds yudin,lipbound --quiet".split()
 
@@ -43,7 +40,7 @@ class Command:
     """A running ``lipbound`` of some words, in a process that starts in a blink: forked from one
     that has imported everything. ``before`` is called there first; output and errors are files."""
 
-    def __init__(self, folder: Path, *words: object, before: Callable[[], None] | None = None):
+    def __init__(self, folder, *words, before=None):
         number = len(list(folder.glob("out-*")))
         self._out, self._err = folder / f"out-{number}", folder / f"err-{number}"
         self._out.touch()
@@ -51,26 +48,26 @@ class Command:
         self.process: BaseProcess = CONTEXT.Process(target=_run, args=arguments)
         self.process.start()
 
-    def has_printed(self, lines: int) -> None:
+    def has_printed(self, lines):
         """Wait until standard output has so many lines, or the end."""
         while len(self.printed()) < lines and self.process.is_alive():
             time.sleep(0.005)
 
-    def printed(self) -> list[str]:
+    def printed(self):
         """Whole lines of standard output."""
         return self._out.read_text().split("\n")[:-1]
 
-    def send(self, sign: signal.Signals) -> None:
-        os.kill(self.process.pid, sign)  # type: ignore[arg-type]
+    def send(self, sign):
+        os.kill(self.process.pid, sign)
 
-    def ended(self) -> tuple[int, str]:
+    def ended(self):
         """Status and standard error."""
         self.process.join(60)
         assert self.process.exitcode is not None
         return self.process.exitcode, self._err.read_text()
 
 
-def _run(words: list[str], out: Path, err: Path, before: Callable[[], None] | None) -> None:
+def _run(words, out, err, before):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.stdout, sys.stderr = (path.open("a", buffering=1) for path in (out, err))
     os.dup2(sys.stdout.fileno(), 1)
@@ -83,53 +80,53 @@ def _run(words: list[str], out: Path, err: Path, before: Callable[[], None] | No
     main()
 
 
-def slowed(delay: float) -> None:
+def slowed(delay):
     """Say which samples of which layer are stored, and wait after it."""
     put = PartialRun.write
 
-    def write(self: PartialRun, measured: LayerResult) -> None:
+    def write(self, measured):
         put(self, measured)
         print(measured.start, measured.layer, flush=True)
         time.sleep(delay)
 
-    PartialRun.write = write  # type: ignore[method-assign]
+    PartialRun.write = write
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "texts.csv"
     path.write_text("text\n" + "\n".join(TEXTS) + "\n")
     return path
 
 
 @pytest.fixture(scope="module")
-def expected(bert: Path, data: Path) -> xr.Dataset:
+def expected(bert, data):
     options = {"max_length": 12, "memory": 1, "samples": 4, "bounds": "yudin,lipbound"}
     return lb.compare(bert, data, progress=False, **options)
 
 
 @pytest.fixture
-def out(tmp_path: Path) -> Path:
+def out(tmp_path):
     return tmp_path / "run.zarr"
 
 
 @pytest.fixture
-def words(bert: Path, data: Path, out: Path) -> list[object]:
+def words(bert, data, out):
     """A command whose run is `out`."""
     return ["compare", bert, "--data", data, *WORDS, "--out", out]
 
 
 @pytest.fixture
-def start(words: list[object], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Command]:
+def start(words, tmp_path_factory):
     """Starts the command, with words more."""
     return partial(Command, tmp_path_factory.mktemp("said"), *words)
 
 
 @pytest.fixture
-def goes_on(start: Callable[..., Command], out: Path, expected: xr.Dataset) -> Callable[..., None]:
+def goes_on(start, out, expected):
     """Checks that the command ends well and leaves the run as if nothing had happened."""
 
-    def check(*more: str) -> None:
+    def check(*more):
         assert start(*more).ended() == (0, "")
         assert identical(store.load(out), expected)
         assert [path.name for path in out.parent.iterdir()] == ["run.zarr"]
@@ -137,22 +134,20 @@ def goes_on(start: Callable[..., Command], out: Path, expected: xr.Dataset) -> C
     return check
 
 
-def hears() -> None:
+def hears():
     """Take SIGINT as a terminal's command does: a shell's background jobs, such as these tests may
     run in, ignore it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def python(*words: object) -> subprocess.Popen:
+def python(*words):
     """A process that imports everything itself."""
     command = [sys.executable, *map(str, words)]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, preexec_fn=hears)
 
 
-def interrupt(
-    process: subprocess.Popen, sign: signal.Signals = signal.SIGINT
-) -> tuple[int, str, float]:
+def interrupt(process, sign=signal.SIGINT):
     """Status, standard error, and how long it took to end."""
     began = time.monotonic()
     process.send_signal(sign)
@@ -162,13 +157,7 @@ def interrupt(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", [0.5, 1.5, 2.5])
-def test_interrupted_while_it_starts(
-    moment: float,
-    words: list[object],
-    out: Path,
-    expected: xr.Dataset,
-    goes_on: Callable[..., None],
-) -> None:
+def test_interrupted_while_it_starts(moment, words, out, expected, goes_on):
     """Within a second or so even on a busy machine; the same command goes on."""
     process = python("-m", "lipbound", *words)
     time.sleep(moment)
@@ -186,19 +175,19 @@ def test_interrupted_while_it_starts(
     goes_on(*["--resume"] * partial_path(out).exists())
 
 
-def broken() -> None:
+def broken():
     """Lose an interruption while it starts, and fail for that, as importing NumPy may."""
 
-    def fails(self: RunConfig) -> None:
+    def fails(self):
         with contextlib.suppress(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(60)
         raise RecursionError
 
-    RunConfig.__post_init__ = fails  # type: ignore[method-assign]
+    RunConfig.__post_init__ = fails
 
 
-def test_an_interruption_that_a_package_takes_for_a_failure(start: Callable[..., Command]) -> None:
+def test_an_interruption_that_a_package_takes_for_a_failure(start):
     assert start(before=broken).ended() == (130, "interrupted: nothing was measured yet\n")
 
 
@@ -206,13 +195,7 @@ def test_an_interruption_that_a_package_takes_for_a_failure(start: Callable[...,
 @pytest.mark.parametrize(
     ("stored", "sign"), [(1, signal.SIGINT), (3, signal.SIGINT), (1, signal.SIGTERM)]
 )
-def test_interrupted_while_it_measures(
-    stored: int,
-    sign: signal.Signals,
-    start: Callable[..., Command],
-    out: Path,
-    goes_on: Callable[..., None],
-) -> None:
+def test_interrupted_while_it_measures(stored, sign, start, out, goes_on):
     """The line says what is kept and how to go on."""
     command = start(before=partial(slowed, 5 if stored == 1 else 0.05))
     command.has_printed(stored)
@@ -226,7 +209,7 @@ def test_interrupted_while_it_measures(
 
 
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
-def test_a_command_ends_with_one_line(sign: signal.Signals) -> None:
+def test_a_command_ends_with_one_line(sign):
     """SIGTERM as well where SIGINT is ignored, as shells have it for commands behind an "&"."""
     script = """
         import signal, sys, time
@@ -253,9 +236,7 @@ def test_a_command_ends_with_one_line(sign: signal.Signals) -> None:
 
 
 @pytest.mark.slow
-def test_a_second_process_is_told_of_the_first(
-    start: Callable[..., Command], out: Path, goes_on: Callable[..., None]
-) -> None:
+def test_a_second_process_is_told_of_the_first(start, out, goes_on):
     """With --resume or without; once the first was killed, another takes over."""
     first = start(before=partial(slowed, 60))
     first.has_printed(1)
@@ -268,16 +249,14 @@ def test_a_second_process_is_told_of_the_first(
     goes_on("--resume")
 
 
-def small_files() -> None:
+def small_files():
     """Of 700 bytes at most, for this process."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (700, 700))
 
 
 @pytest.mark.slow
-def test_a_full_disk_costs_nothing_that_was_measured(
-    start: Callable[..., Command], out: Path, goes_on: Callable[..., None]
-) -> None:
+def test_a_full_disk_costs_nothing_that_was_measured(start, out, goes_on):
     """As large files cannot be written: the next command with --resume goes on."""
     status, err = start(before=small_files).ended()
     lines = [line for line in err.splitlines() if not line.startswith("note: ")]
@@ -291,9 +270,7 @@ def test_a_full_disk_costs_nothing_that_was_measured(
 
 
 @pytest.mark.slow
-def test_killed_runs_end_like_uninterrupted_ones(
-    start: Callable[..., Command], out: Path, goes_on: Callable[..., None]
-) -> None:
+def test_killed_runs_end_like_uninterrupted_ones(start, out, goes_on):
     """At random moments; no process measures what another has stored."""
     dice, stored = random.Random(0), set[str]()
     for _ in range(3):
@@ -310,7 +287,7 @@ def test_killed_runs_end_like_uninterrupted_ones(
 
 
 @pytest.mark.slow
-def test_a_training_that_is_killed_leaves_a_run_that_opens(tmp_path: Path) -> None:
+def test_a_training_that_is_killed_leaves_a_run_that_opens(tmp_path):
     """SIGKILL at random moments; the next training takes up what can be seen."""
     out, dice = tmp_path / "run.zarr", random.Random(0)
     reached = 0
@@ -329,11 +306,11 @@ def test_a_training_that_is_killed_leaves_a_run_that_opens(tmp_path: Path) -> No
         reached = steps[-1] + 1
 
 
-def _steps(out: Path) -> list[int]:
+def _steps(out):
     return store.load(out, damaged="refuse")["step"].values.tolist()
 
 
-def _trained(out: Path, start: int) -> None:
+def _trained(out, start):
     model = build(AFFINE["gpt2"])
     monitor = lb.Monitor(model, torch.arange(8)[None], every=1, out=out, resume=True)
     for step in range(start, start + 1000):
@@ -343,7 +320,7 @@ def _trained(out: Path, start: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_worker_that_dies_is_replaced(bert: Path, tmp_path: Path) -> None:
+def test_a_worker_that_dies_is_replaced(bert, tmp_path):
     """Processes; one of two is killed while it has work."""
     dask = pytest.importorskip("dask")
     distributed = pytest.importorskip("dask.distributed")
@@ -362,7 +339,7 @@ def test_a_worker_that_dies_is_replaced(bert: Path, tmp_path: Path) -> None:
     ):
         killed, write = [], PartialRun.write
 
-        def kill(self: PartialRun, measured: LayerResult) -> None:
+        def kill(self, measured):
             if not killed:
                 killed.append(next(iter(workers.workers.values())).process.pid)
                 os.kill(killed[0], signal.SIGKILL)

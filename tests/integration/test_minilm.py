@@ -6,19 +6,17 @@ import torch
 from support.oracles import capture_error
 from support.reference import dense_jacobian
 
-from lipbound import bounds
+import lipbound as lb
 from lipbound.jacobians.spectral_norm import l2_spectral_norm, spectral_norm
 from lipbound.models.capture.capture import Capturer, LayerCapture
-from lipbound.models.inputs import prepare
-from lipbound.models.loading import load_checkpoint
 
 
 @pytest.fixture(scope="module")
 def layers() -> list[LayerCapture]:
     """The first 128 tokens, special ones included, of the text that is embedded for
     demonstrations."""
-    checkpoint = load_checkpoint("builtin:minilm")
-    inputs = prepare(checkpoint, None, samples=1, max_length=128)
+    checkpoint = lb.load_checkpoint("builtin:minilm")
+    inputs = lb.prepare(checkpoint, None, samples=1, max_length=128)
     return Capturer(checkpoint.model).run(inputs.batch)
 
 
@@ -52,12 +50,12 @@ def test_norms_agree_with_dense_float64_svd(layers: list[LayerCapture]) -> None:
 def test_bounds_are_as_loose_as_published(layers: list[LayerCapture]) -> None:
     """Geometric means of bound / exact within a quarter of reference measurements on this model;
     ours within a third of exact."""
-    ratios: dict[str, list[torch.Tensor]] = {name: [] for name in bounds.names()}
+    ratios = {name: [] for name in lb.bounds.names()}
     for layer in layers:
         norm = spectral_norm(layer.attention, tol=1e-4)
         exact = {"exact": norm.lower, "exact_l2": l2_spectral_norm(layer.attention).lower}
         for name in ratios:
-            bound = bounds.get(name)
+            bound = lb.bounds.get(name)
             ratio = bound(layer.attention) / exact[bound.exact]
             assert bool(((ratio >= 1 - 1e-5) | ~bound.sound(layer.attention)).all())
             ratios[name].append(ratio)
@@ -71,6 +69,7 @@ def test_bounds_are_as_loose_as_published(layers: list[LayerCapture]) -> None:
         assert 0.75 < geomean[name] / reference < 1.25, (name, geomean[name])
 
 
+@pytest.mark.slow
 def test_enclosures_are_as_narrow_as_asked(layers: list[LayerCapture]) -> None:
     for layer in layers:
         norm = spectral_norm(layer.attention, tol=1e-3, delta=1e-10 / 6)

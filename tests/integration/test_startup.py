@@ -5,7 +5,6 @@ import importlib.metadata
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -30,7 +29,7 @@ def run(*words):
 """
 
 
-def loaded(code: str, *arguments: object) -> set[str]:
+def loaded(code, *arguments):
     """Which of `HEAVY` a fresh process has loaded after some code."""
     script = f"import sys\n{code}\nprint('LOADED', *({HEAVY!r} & set(sys.modules)))"
     words = [sys.executable, "-c", script, *map(str, arguments)]
@@ -39,7 +38,7 @@ def loaded(code: str, *arguments: object) -> set[str]:
     return set(done.stdout.rpartition("LOADED")[2].split())
 
 
-def test_loading_is_seen() -> None:
+def test_loading_is_seen():
     """The other tests can fail. Names of papers are taken before these are imported."""
     code = """
 import pandas
@@ -56,7 +55,7 @@ assert sorted(bounds.__all__) == dir(bounds)
     assert loaded(code) >= {"numpy", "pandas", "torch"}
 
 
-def test_importing_and_helping_load_nothing() -> None:
+def test_importing_and_helping_load_nothing():
     """Neither do modules that are found as attributes, nor lists of models; the registry of bounds
     is imported without torch."""
     code = f"""
@@ -72,7 +71,7 @@ run("models", "--json")
     assert "torch" not in loaded("import lipbound.bounds.registry, lipbound.bounds.audit")
 
 
-def test_a_mistyped_builtin_is_told_before_anything_is_loaded() -> None:
+def test_a_mistyped_builtin_is_told_before_anything_is_loaded():
     code = """
 from lipbound.__main__ import main
 try:
@@ -83,7 +82,7 @@ except SystemExit as end:
     assert loaded(code, "compare", "builtin:nope") == set()
 
 
-def test_the_package_runs() -> None:
+def test_the_package_runs():
     for words, status, out, err in (
         (("compare", "builtin:nope"), 2, "", "error: unknown builtin checkpoint 'nope'"),
         (("--version",), 0, f"lipbound {lb.__version__}\n", ""),
@@ -96,7 +95,7 @@ def test_the_package_runs() -> None:
 
 
 @pytest.mark.slow
-def test_datasets_are_loaded_for_datasets_alone(bert: Path, tmp_path: Path) -> None:
+def test_datasets_are_loaded_for_datasets_alone(bert, tmp_path):
     """And nothing draws random numbers of the caller's stream: rich does when it is loaded."""
     (tmp_path / "rows.csv").write_text("text\nthe ferry is in a clock\n")
     code = """
@@ -116,7 +115,7 @@ for data in (["the ferry is in a clock"], sys.argv[2]):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="no terminals of one's own here")
-def test_a_terminal_is_told_what_is_going_on_from_the_start(bert: Path) -> None:
+def test_a_terminal_is_told_what_is_going_on_from_the_start(bert):
     """Modules are loaded, then layers looked at, then measured, and none of it stays."""
     reader, writer = os.openpty()
     words = [bert, "--data", "the ferry is in a clock", "--bounds", "castin", "--max-length", "8"]
@@ -144,7 +143,7 @@ def test_a_terminal_is_told_what_is_going_on_from_the_start(bert: Path) -> None:
 
 
 @pytest.mark.slow
-def test_stored_runs_are_shown_without_torch_or_models(bert: Path, tmp_path: Path) -> None:
+def test_stored_runs_are_shown_without_torch_or_models(bert, tmp_path):
     """Neither do provenance and checksums need it; BibTeX stands in the papers' files."""
     run, figure, models = tmp_path / "run.zarr", tmp_path / "run.pdf", {"transformers", "datasets"}
     options = {"bounds": "yudin,castin", "max_length": 8, "progress": False}

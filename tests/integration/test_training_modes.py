@@ -29,7 +29,7 @@ STRENGTH = 0.5
 Plain = Callable[[str], dict[str, Any]]
 
 
-def trained(name: str, folder: str, size: int = 4, **options: Any) -> dict[str, Any]:
+def trained(name, folder, size=4, **options):
     """One step of gradient descent, with so many texts at a time: logs, weights, attention."""
     model = decoder(**NO_DROPOUT)
     own = model.config._attn_implementation
@@ -43,12 +43,12 @@ def trained(name: str, folder: str, size: int = 4, **options: Any) -> dict[str, 
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Plain:
+def plain(tmp_path_factory):
     """The plain step with a penalty, which is trained once."""
     return functools.cache(lambda name: trained(name, str(tmp_path_factory.mktemp("plain"))))
 
 
-def ranked(rank: int, port: int, folder: str) -> None:
+def ranked(rank, port, folder):
     """What one of two processes does for every penalty; both keep what they found."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -62,7 +62,7 @@ def ranked(rank: int, port: int, folder: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-def compared(found: dict[str, Any], expected: dict[str, Any], rel: float) -> None:
+def compared(found, expected, rel):
     """Terms and weights of a step, against those of another."""
     for name in ("loss", "task_loss", "penalty"):
         if expected[name] is not None:
@@ -71,7 +71,7 @@ def compared(found: dict[str, Any], expected: dict[str, Any], rel: float) -> Non
 
 
 @pytest.mark.slow
-def test_two_processes(tmp_path: Path, plain: Plain) -> None:
+def test_two_processes(tmp_path, plain):
     """Two ranks of two texts each, together or one after the other: the step of one process on
     four."""
     with socket.socket() as free:
@@ -101,12 +101,6 @@ NEWER = newer_torch("2.6", "running a compiled model as it is written")
     [pytest.param({"bf16": True}, 2e-2, id="half"), pytest.param(COMPILED, 1e-4, marks=NEWER)],
 )
 @pytest.mark.parametrize("name", PENALTIES)
-def test_half_precision_and_compiled(
-    name: str,
-    options: dict[str, Any],
-    rel: float,
-    tmp_path: Path,
-    plain: Plain,
-) -> None:
+def test_half_precision_and_compiled(name, options, rel, tmp_path, plain):
     """bfloat16 rounds what the model computes by 2^-8, and no penalty further."""
     compared(trained(name, str(tmp_path), **options), plain(name), rel)

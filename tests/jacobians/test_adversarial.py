@@ -7,18 +7,16 @@ Truth is the norm of the Jacobian of the given floating-point numbers, to 80 dig
 """
 
 import os
-from collections.abc import Callable
 
 import pytest
 import torch
 from support import hard_heads, judge, mp_oracle
 from support.checks import normal, normal_layer
-from support.judge import WHOLE, Verdict
+from support.judge import WHOLE
 from support.layers import changed
 from support.strategies import part
 
-from lipbound import bounds
-from lipbound.attention.layer import Attention
+import lipbound as lb
 from lipbound.jacobians.spectral_norm import spectral_norm
 
 METHODS = (*judge.METHODS, judge.ESTIMATE)
@@ -32,7 +30,7 @@ DTYPES = pytest.mark.parametrize(
 )
 
 
-def check(verdicts: list[Verdict], family: str = "") -> None:
+def check(verdicts, family=""):
     wrong = [verdict for verdict in verdicts if verdict.miss > 0]
     assert not wrong, judge.summary(wrong)
     # whose map has another scale than the head's
@@ -44,7 +42,7 @@ def check(verdicts: list[Verdict], family: str = "") -> None:
 @pytest.mark.each_value
 @DTYPES
 @pytest.mark.parametrize("family", hard_heads.FAMILIES)
-def test_nothing_is_wrong_on_hard_heads(family: str, dtype: torch.dtype) -> None:
+def test_nothing_is_wrong_on_hard_heads(family, dtype):
     verdicts = []
     for seed in range(LONG) if LONG else [SEEDS[dtype]]:
         att, name = judge.case(family, dtype, seed), f"{family}({seed})"
@@ -53,7 +51,7 @@ def test_nothing_is_wrong_on_hard_heads(family: str, dtype: torch.dtype) -> None
             continue
         att = att.select(slice(0, part(att.samples, 2)))
         exact = mp_oracle.norms(att)
-        chosen = bounds.names()
+        chosen = lb.bounds.names()
         verdicts += judge.judge(att, name, methods=METHODS, chosen=chosen, l2=False, exact=exact)
     check(verdicts, family)
 
@@ -61,7 +59,7 @@ def test_nothing_is_wrong_on_hard_heads(family: str, dtype: torch.dtype) -> None
 @pytest.mark.each_value
 @DTYPES
 @pytest.mark.parametrize("map", ["head_out", *WHOLE])
-def test_nothing_is_wrong_of_other_maps(map: str, dtype: torch.dtype) -> None:
+def test_nothing_is_wrong_of_other_maps(map, dtype):
     verdicts = []
     families = list(hard_heads.FAMILIES)[dtype == torch.float64 :: 1 if LONG else 2]
     for family in families[:: len(families) // part(len(families), 9)]:
@@ -75,7 +73,7 @@ def test_nothing_is_wrong_of_other_maps(map: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("delta", [1e-10, 1e-6, 0.1])
-def test_pairs_far_away(delta: float) -> None:
+def test_pairs_far_away(delta):
     """A norm of 0.96 is not zero."""
     att = hard_heads.pairs_far_away()
     assert mp_oracle.norm(att).value == pytest.approx(0.9647, abs=1e-4)
@@ -85,18 +83,18 @@ def test_pairs_far_away(delta: float) -> None:
 @pytest.mark.each_value
 @DTYPES
 @pytest.mark.parametrize("offset", [1e2, 1e3, 1e4, 1e5, 1e6])
-def test_pairs_at_any_distance(offset: float, dtype: torch.dtype) -> None:
+def test_pairs_at_any_distance(offset, dtype):
     verdicts = []
     for seed in range(part(20)):
         att = hard_heads.pairs_far_away(seed, offset).to(dtype)
-        verdicts += judge.judge(att, f"pairs_far_away({seed})", chosen=bounds.names(), l2=False)
+        verdicts += judge.judge(att, f"pairs_far_away({seed})", chosen=lb.bounds.names(), l2=False)
     check(verdicts)
 
 
 @pytest.mark.each_value
 @DTYPES
 @pytest.mark.parametrize(("n", "pull"), [(32, 10.0), (128, 10.0), (12, 6.0), (12, 14.0)])
-def test_one_token_that_all_attend_to(n: int, pull: float, dtype: torch.dtype) -> None:
+def test_one_token_that_all_attend_to(n, pull, dtype):
     """Attention sinks: what rounding does to each of n rows adds up."""
     att = hard_heads.sink_token(n, dtype, pull)
     if n == 32:
@@ -104,7 +102,7 @@ def test_one_token_that_all_attend_to(n: int, pull: float, dtype: torch.dtype) -
     check(list(judge.judge(att, f"sink_token({n})", l2=False)))
 
 
-def ordinary(dtype: torch.dtype, biased: bool) -> Attention:
+def ordinary(dtype, biased):
     """2 samples x 2 heads, none of it exceptional."""
     att, draw = normal_layer(0, 5, 4, 3, samples=2, heads=2), normal(1)
     att = changed(att, b_q=draw(2, 3), b_k=draw(2, 3), b_v=draw(2, 3)).to(dtype)
@@ -113,7 +111,7 @@ def ordinary(dtype: torch.dtype, biased: bool) -> Attention:
 
 MOST = {torch.float32: 60, torch.float64: 190}
 """Powers of two next to 1e18 and 1e57."""
-SCALED: dict[str, Callable[[Attention, float], Attention]] = {
+SCALED = {
     "inputs": lambda a, s: changed(a, x=a.x * s, w_q=a.w_q / s, w_k=a.w_k / s),
     "values": lambda a, s: changed(a, w_v=a.w_v * s, b_v=None if a.b_v is None else a.b_v * s),
     "keys shifted": lambda a, s: changed(a, b_k=torch.full_like(a.w_k[:, 0], 1e4 * s)),
@@ -126,9 +124,7 @@ SCALED: dict[str, Callable[[Attention, float], Attention]] = {
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("size", [-1.0, -0.5, 0.0, 0.5, 1.0])
 @pytest.mark.parametrize("what", SCALED)
-def test_ordinary_heads_of_any_size(
-    what: str, size: float, biased: bool, dtype: torch.dtype
-) -> None:
+def test_ordinary_heads_of_any_size(what, size, biased, dtype):
     """At any size that the dtype has room for, and far from zero."""
     power = int(size * MOST[dtype]) if what in ("inputs", "values") else int(4 * size)
     att = SCALED[what](ordinary(dtype, biased), 2.0**power)
@@ -138,7 +134,7 @@ def test_ordinary_heads_of_any_size(
 
 
 @pytest.mark.parametrize("method", ["lanczos", "dense"])
-def test_saturated_heads_are_enclosed(method: str) -> None:
+def test_saturated_heads_are_enclosed(method):
     """Logits of 1e7: rounding changes probabilities by 1e-7 or more, and says so."""
     att = normal_layer(0, 8, 6, 3, samples=2, heads=2, scale=1e6)
     norm = spectral_norm(att, method=method, tol=1e-3, delta=1e-6 if method == "lanczos" else None)
@@ -150,7 +146,7 @@ def test_saturated_heads_are_enclosed(method: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_errors_of_estimates_whose_products_rounding_hides(seed: int) -> None:
+def test_errors_of_estimates_whose_products_rounding_hides(seed):
     """Products with W^T W round as squares do: what has not converged claims no small error."""
     att = judge.case("normalised", torch.float32, 5005).select(slice(4, 5), slice(0, 1))
     norm, exact = spectral_norm(att, seed=seed), mp_oracle.norm(att)

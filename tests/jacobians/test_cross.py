@@ -9,10 +9,8 @@ from support.checks import close, near, normal, refused
 from support.layers import in_units
 from support.oracles import oracle
 from support.variants import cross
-from torch import Tensor
 
 import lipbound as lb
-from lipbound.errors import AttentionError
 from lipbound.jacobians.rounding import tensor_error
 from lipbound.reporting.page.render import of_layer
 
@@ -25,9 +23,7 @@ STREAMS = ("queries", "memory")
 @pytest.mark.parametrize(("rows", "keys"), [(4, 6), (6, 4), (5, 5), (1, 3)])
 @pytest.mark.parametrize("has", HAS)
 @pytest.mark.parametrize("stream", STREAMS)
-def test_norms_and_bounds(
-    stream: str, has: tuple[str, ...], rows: int, keys: int, padded: bool
-) -> None:
+def test_norms_and_bounds(stream, has, rows, keys, padded):
     padded = padded and rows > 2
     att = cross(rows, stream, has=frozenset(has), padded=padded, rows=rows, keys=keys)
     exact = oracle(att)
@@ -40,7 +36,7 @@ def test_norms_and_bounds(
 
 
 @pytest.mark.parametrize("stream", STREAMS)
-def test_maps_and_dtypes(stream: str) -> None:
+def test_maps_and_dtypes(stream):
     att = cross(3, stream, padded=True)
     for map in ("heads", "layer", "head_out"):
         norm = lb.spectral_norm(att, map=map, tol=1e-9, delta=1e-9)
@@ -59,16 +55,9 @@ def test_maps_and_dtypes(stream: str) -> None:
     near(reached, (top.lower[..., None, None] * top.left).flatten(0, 1), 1e-6)
 
 
-def test_norms_of_queries_need_no_search() -> None:
-    att = cross(3, "queries")
-    one, other = (lb.spectral_norm(att, seed=seed) for seed in (0, 1))
-    assert torch.equal(one.lower, other.lower)
-    assert torch.isfinite(one.upper).all()
-
-
 @pytest.mark.parametrize("exponent", [-180, 180])
 @pytest.mark.parametrize("stream", STREAMS)
-def test_units_change_nothing(stream: str, exponent: int) -> None:
+def test_units_change_nothing(stream, exponent):
     """Tokens times a power of two, and projections divided by it."""
     att, unit = cross(5, stream), 2.0**exponent
     other = in_units(att, x=exponent, **dict.fromkeys(("w_q", "w_k", "w_v"), -exponent))
@@ -77,11 +66,11 @@ def test_units_change_nothing(stream: str, exponent: int) -> None:
     close(mine.lower * unit, expected, 1e-8)
 
 
-def function(stream: str, tensors: list[Tensor], mask: Tensor, head: int) -> Tensor:
+def function(stream, tensors, mask, head):
     """The Jacobian of torch's own attention, as a matrix."""
     x, memory, w_q, w_k, w_v = tensors
 
-    def out(x: Tensor, memory: Tensor) -> Tensor:
+    def out(x, memory):
         sides = x @ w_q[head], memory @ w_k[head], memory @ w_v[head]
         return torch.nn.functional.scaled_dot_product_attention(*sides, attn_mask=mask)
 
@@ -91,7 +80,7 @@ def function(stream: str, tensors: list[Tensor], mask: Tensor, head: int) -> Ten
 
 
 @pytest.mark.parametrize("stream", STREAMS)
-def test_from_tensors(stream: str) -> None:
+def test_from_tensors(stream):
     draw, shapes = normal(), [(1, 4, 8), (1, 5, 6), (2, 8, 4), (2, 6, 4), (2, 6, 3)]
     tensors, mask = [draw(*shape) for shape in shapes], draw(4, 5)
     att = lb.cross_attention(*tensors, stream=stream, mask=mask)
@@ -99,11 +88,11 @@ def test_from_tensors(stream: str) -> None:
     close(lb.spectral_norm(att, tol=1e-10).lower[0], torch.stack(exact), 1e-8)
     refused(partial(lb.cross_attention, *tensors, stream="keys"), "stream")
     wrong = partial(lb.cross_attention, tensors[1], *tensors[1:], stream=stream)
-    refused(wrong, "do not fit", error=AttentionError)
+    refused(wrong, "do not fit", error=lb.errors.AttentionError)
 
 
 @pytest.mark.parametrize("stream", STREAMS)
-def test_steeper_inputs_are_found(stream: str) -> None:
+def test_steeper_inputs_are_found(stream):
     att = cross(3, stream, padded=True)
     found = lb.attack(att, 0.3, steps=5, starts=4)
     assert bool((found.norm >= oracle(att) * (1 - 1e-5)).all())
@@ -115,7 +104,7 @@ def test_steeper_inputs_are_found(stream: str) -> None:
 
 
 @pytest.mark.parametrize("stream", STREAMS)
-def test_what_is_for_self_attention(stream: str) -> None:
+def test_what_is_for_self_attention(stream):
     att = cross(3, stream)
     for ask, words in (
         (partial(lb.token_norm, att), "does not cover cross-attention"),
@@ -123,4 +112,4 @@ def test_what_is_for_self_attention(stream: str) -> None:
         (partial(of_layer, att.unpadded(0), "head", []), "does not cover cross-attention"),
         (partial(lb.spectral_norm, att, map="residual"), "needs self-attention"),
     ):
-        refused(ask, words, error=AttentionError)
+        refused(ask, words, error=lb.errors.AttentionError)

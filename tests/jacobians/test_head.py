@@ -13,20 +13,15 @@ from support.oracles import oracle
 from support.reference import dense_jacobian, head_function
 
 import lipbound as lb
-from lipbound.attention.layer import Attention
 from lipbound.jacobians import streaming
-from lipbound.jacobians.head import HeadJacobian
 from lipbound.jacobians.l2_attention import L2HeadJacobian
 from lipbound.jacobians.products import matrices as products
-from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.jacobians.streaming import StreamedHeadJacobian, head_jacobian
 from lipbound.linalg.operators import AutogradJacobian, JacobianOperator
 
 
-@pytest.mark.parametrize("kind_of", [HeadJacobian, L2HeadJacobian])
-def test_products_are_adjoint_and_match_the_matrix(
-    att: Attention, kind_of: type[JacobianOperator]
-) -> None:
+@pytest.mark.parametrize("kind_of", [lb.HeadJacobian, L2HeadJacobian])
+def test_products_are_adjoint_and_match_the_matrix(att, kind_of):
     op, draw = kind_of(att), normal(1)
     x, y = draw(op.batch, *op.in_shape), draw(op.batch, *op.out_shape)
     matrix = JacobianOperator.dense(op)
@@ -38,24 +33,24 @@ def test_products_are_adjoint_and_match_the_matrix(
     close(op.gram(y), op.jvp(op.vjp(y)), 1e-8, 1e-9 * scale**2)
 
 
-def test_matrix_has_the_singular_values_of_the_autograd_jacobian(att: Attention) -> None:
-    for i, matrix in enumerate(HeadJacobian(att).dense()):
+def test_matrix_has_the_singular_values_of_the_autograd_jacobian(att):
+    for i, matrix in enumerate(lb.HeadJacobian(att).dense()):
         reference = torch.linalg.svdvals(dense_jacobian(att, *divmod(i, att.heads)))
         own = torch.linalg.svdvals(matrix)
         count = min(len(own), len(reference))
         close(own[:count], reference[:count], atol=1e-11 * float(reference[0]))
 
 
-def test_lift_is_the_cotangent_of_the_input() -> None:
+def test_lift_is_the_cotangent_of_the_input():
     att = random_attention("biases")
-    op = HeadJacobian(att)
+    op = lb.HeadJacobian(att)
     y = normal(1)(op.batch, *op.out_shape)
     for i, pulled in enumerate(op.lift(op.vjp(y))):
         reference = dense_jacobian(att, *divmod(i, att.heads)).mT @ y[i].flatten()
         close(pulled.flatten(), reference, atol=1e-10)
 
 
-def test_autograd_operator_matches_the_dense_oracle() -> None:
+def test_autograd_operator_matches_the_dense_oracle():
     att = random_attention("window")
     op = AutogradJacobian(head_function(att, 0, 1), att.x[0])
     close(op.dense()[0], dense_jacobian(att, 0, 1), atol=1e-9)
@@ -63,29 +58,18 @@ def test_autograd_operator_matches_the_dense_oracle() -> None:
         op.select(torch.tensor([1]))
 
 
-def test_huge_biases_do_not_cancel() -> None:
-    att = random_attention("plain", dtype=torch.float32)
-    shifted = Attention(att.x, att.w_q, att.w_k, att.w_v, b_v=torch.full((3, 4), 1e4))
-    far, own = (
-        torch.linalg.svdvals(HeadJacobian(one).dense().double())[:, 0] for one in (shifted, att)
-    )
-    close(far, own, 2e-3)  # v itself is rounded at 1e-3 there
-
-
-def test_products_do_not_depend_on_how_many_heads_they_take_at_a_time(
-    att: Attention, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    op = HeadJacobian(att)
+def test_products_do_not_depend_on_how_many_heads_they_take_at_a_time(att, monkeypatch):
+    op = lb.HeadJacobian(att)
     y = normal()(op.batch, *op.out_shape)
     with torch.no_grad():
         whole = op.gram(y)
         for size in (1, 4 * 8 * att.tokens**2):
             monkeypatch.setattr(products, "GRAM_BYTES", size)
-            near(HeadJacobian(att).gram(y), whole, 1e-13)
+            near(lb.HeadJacobian(att).gram(y), whole, 1e-13)
 
 
 @pytest.mark.parametrize("kind", ["biases", "causal", "padded"])
-def test_scipy_sees_the_dense_jacobian_of_one_head(kind: str) -> None:
+def test_scipy_sees_the_dense_jacobian_of_one_head(kind):
     att = random_attention(kind)
     op, (n, d) = lb.HeadJacobian(att), att.x.shape[1:]
     for sample, head in ((0, 0), (att.samples - 1, att.heads - 1)):
@@ -109,7 +93,7 @@ def test_scipy_sees_the_dense_jacobian_of_one_head(kind: str) -> None:
 
 
 @pytest.fixture(params=[pytest.param(1, marks=pytest.mark.slow), 150, 2**23])
-def rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+def rows(request, monkeypatch):
     """Bytes that stream: one row at a time, three, all."""
     monkeypatch.setitem(streaming.STREAMED_BYTES, "cpu", request.param)
     monkeypatch.setitem(streaming.WHOLE_BYTES, "cpu", 0)
@@ -118,13 +102,11 @@ def rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int
 
 @pytest.mark.each_value(kind=HARD)
 @pytest.mark.parametrize("map", ["head", "head_out", "heads", "layer"])
-def test_streamed_norms_are_those_of_whole_heads(
-    kind: str, map: str, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_streamed_norms_are_those_of_whole_heads(kind, map, rows, monkeypatch):
     att = random_attention(kind)
     # a few rows at a time, products are slow: they are compared above, and plain norms here
     delta = 1e-6 if rows > 150 else None
-    measure = partial(spectral_norm, att, map=map, tol=1e-9, delta=delta, vectors=True)
+    measure = partial(lb.spectral_norm, att, map=map, tol=1e-9, delta=delta, vectors=True)
     assert isinstance(head_jacobian(att), StreamedHeadJacobian)
     streamed = measure()
     assert att.cache.get("p", lambda: None) is None  # all of P was never formed
@@ -132,7 +114,7 @@ def test_streamed_norms_are_those_of_whole_heads(
     _ = att.p  # whether it is there decides nothing
     assert isinstance(head_jacobian(att), StreamedHeadJacobian)
     monkeypatch.setitem(streaming.WHOLE_BYTES, "cpu", 2e9)
-    assert isinstance(head_jacobian(att), HeadJacobian)
+    assert isinstance(head_jacobian(att), lb.HeadJacobian)
     whole = measure()
     close(streamed.lower, whole.lower, 1e-8, 1e-12)
     assert streamed.left.shape == whole.left.shape
@@ -142,14 +124,14 @@ def test_streamed_norms_are_those_of_whole_heads(
     assert bool((streamed.upper >= exact * (1 - 1e-12)).all())
 
 
-def test_float32_streams_as_precisely() -> None:
+def test_float32_streams_as_precisely():
     att, y = random_attention("sharp", dtype=torch.float32), normal(0, torch.float32)(6, 6, 4)
     with torch.no_grad():
-        near(StreamedHeadJacobian(att).gram(y), HeadJacobian(att).gram(y), 3e-6)
+        near(StreamedHeadJacobian(att).gram(y), lb.HeadJacobian(att).gram(y), 3e-6)
 
 
-def test_large_layers_are_streamed() -> None:
+def test_large_layers_are_streamed():
     """N = 16384: the attention matrix of one head alone is a gigabyte."""
     assert not isinstance(head_jacobian(random_attention("plain")), StreamedHeadJacobian)
-    att = Attention(torch.zeros(1, 16384, 2), *(torch.zeros(1, 2, 1) for _ in range(3)))
+    att = lb.Attention(torch.zeros(1, 16384, 2), *(torch.zeros(1, 2, 1) for _ in range(3)))
     assert att.tokens**2 * streaming.SCORE_BYTES > streaming.WHOLE_BYTES["cpu"]

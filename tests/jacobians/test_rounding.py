@@ -8,22 +8,19 @@ import torch
 from support.checks import normal
 from support.layers import changed, random_attention
 from support.variants import layer
-from torch import Tensor
 
 import lipbound as lb
-from lipbound.attention.variants.rotary import Rotation
 from lipbound.jacobians import rounding
-from lipbound.jacobians.head import HeadJacobian
 
 exact = np.vectorize(Fraction, otypes=[object])
 
 
-def fractions(t: Tensor) -> np.ndarray:
+def fractions(t):
     """The numbers that a tensor holds, as they are."""
     return exact(t.double().numpy())
 
 
-def turned(x: np.ndarray, turn: Rotation | None, sign: int) -> np.ndarray:
+def turned(x, turn, sign):
     if turn is None:
         return x
     cos, sin, r = fractions(turn.cos), sign * fractions(turn.sin), turn.cos.shape[1]
@@ -34,19 +31,19 @@ def turned(x: np.ndarray, turn: Rotation | None, sign: int) -> np.ndarray:
 class Exact:
     """The products of one entry of an operator, without rounding."""
 
-    def __init__(self, op: HeadJacobian, entry: int, turn: Rotation | None):
+    def __init__(self, op, entry, turn):
         self._p, self._t, self._q, self._k, self._v, self._o = (
             fractions(t[entry]) for t in (op.p, op.t, op.q, op.k, op.v, op.o)
         )
         self._r, self._turn = [fractions(part[entry % len(part)]) for part in op.triangle], turn
 
-    def jvp(self, x: np.ndarray) -> np.ndarray:
+    def jvp(self, x):
         z_q, z_k, z_v = (x[:, : len(r)] @ r for r in self._r)
         z_q, z_k = turned(z_q, self._turn, 1), turned(z_k, self._turn, 1)
         t = self._t * (z_q @ self._k.T + self._q @ z_k.T)
         return t @ self._v - t.sum(1, keepdims=True) * self._o + self._p @ z_v
 
-    def vjp(self, y: np.ndarray) -> np.ndarray:
+    def vjp(self, y):
         g = self._t * (y @ self._v.T - (y * self._o).sum(1, keepdims=True))
         x = (self._p.T @ y) @ self._r[2].T
         for z, r in ((g @ self._k, self._r[0]), (g.T @ self._q, self._r[1])):
@@ -58,9 +55,9 @@ CASES = [(has, mask) for has in ("", "rotation") for mask in ("none", "causal")]
 
 
 @pytest.mark.parametrize(("has", "mask"), [*CASES, ("rotation cap", "window")])
-def test_products_are_no_further_off_than_is_said(has: str, mask: str) -> None:
+def test_products_are_no_further_off_than_is_said(has, mask):
     att = layer(2, frozenset(has.split()), mask=mask, n=6, d=4, d_v=5, samples=1)
-    op = HeadJacobian(att)
+    op = lb.HeadJacobian(att)
     found = rounding.roundoff(att, op)
     turn = att.rotation
     draw, worst = normal(), torch.zeros(op.batch, dtype=torch.float64)
@@ -77,7 +74,7 @@ def test_products_are_no_further_off_than_is_said(has: str, mask: str) -> None:
     assert bool((found.size >= torch.linalg.matrix_norm(op.dense(), 2)).all())
 
 
-def test_the_allowance_is_small_on_real_heads() -> None:
+def test_the_allowance_is_small_on_real_heads():
     """Far below every tolerance that users ask for: 1e-7 of a norm on pretrained heads."""
     checkpoint = lb.load_checkpoint("builtin:minilm")
     inputs = lb.prepare(checkpoint, ["The ferry to the island leaves at seven."], samples=1)
@@ -87,7 +84,7 @@ def test_the_allowance_is_small_on_real_heads() -> None:
 
 
 @pytest.mark.parametrize("method", ["lanczos", "dense"])
-def test_what_rounding_leaves_open_is_said(method: str) -> None:
+def test_what_rounding_leaves_open_is_said(method):
     """Logits of one head are so large that its probabilities cannot be known."""
     att = random_attention("plain")
     far = changed(att, w_q=torch.cat([att.w_q[:2], 1e9 * att.w_q[2:]]))

@@ -2,7 +2,6 @@
 Jacobian."""
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,16 +13,15 @@ from support.oracles import assert_encloses, oracle
 from support.strategies import examples
 from support.variants import VARIANTS, layer
 
-from lipbound.attention.layer import Attention
+import lipbound as lb
 from lipbound.jacobians import streaming
-from lipbound.jacobians.head import HeadJacobian, HeadOperator
+from lipbound.jacobians.head import HeadJacobian
 from lipbound.jacobians.products import row_blocks
-from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.jacobians.streaming import StreamedHeadJacobian, head_jacobian
 
 
 @pytest.fixture(autouse=True)
-def blocks_of_two_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def blocks_of_two_rows(monkeypatch):
     """Everywhere, however short the sequences are and however little they save."""
     for name, value in (("ROWS", 2), ("FEWER_ROWS", 2), ("LEAST", 0), ("WORTH", 2.0)):
         monkeypatch.setattr(row_blocks, name, value)
@@ -31,7 +29,7 @@ def blocks_of_two_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @st.composite
-def masked(draw: st.DrawFn, has: tuple[str, ...] = VARIANTS) -> Attention:
+def masked(draw, has=VARIANTS):
     """Two samples x three heads of 3 to 9 tokens, with or without a variant.
 
     Under any mask: random, banded, of each head or sample, with offsets, padding.
@@ -57,7 +55,7 @@ def masked(draw: st.DrawFn, has: tuple[str, ...] = VARIANTS) -> Attention:
     return changed(att, mask=torch.where(allowed, offsets, low), valid=valid)
 
 
-def pairs(att: Attention) -> Iterator[tuple[HeadOperator, HeadOperator]]:
+def pairs(att):
     """The operator on whole matrices, and those in blocks: in memory, formed anew, formed once; and
     some entries of each."""
     blocked = HeadJacobian(att)
@@ -72,7 +70,7 @@ def pairs(att: Attention) -> Iterator[tuple[HeadOperator, HeadOperator]]:
 
 @given(att=masked())
 @examples(45)
-def test_products_are_those_of_whole_matrices(att: Attention) -> None:
+def test_products_are_those_of_whole_matrices(att):
     draw = normal()
     with torch.no_grad():
         for whole, op in pairs(att):
@@ -87,16 +85,16 @@ def test_products_are_those_of_whole_matrices(att: Attention) -> None:
 
 @given(att=masked())
 @examples(15)
-def test_norms_are_those_of_the_autograd_jacobian(att: Attention) -> None:
+def test_norms_are_those_of_the_autograd_jacobian(att):
     exact = oracle(att)
     for budget in (2e9, 0):
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(streaming.WHOLE_BYTES, "cpu", budget)
             assert isinstance(head_jacobian(att), HeadJacobian if budget else StreamedHeadJacobian)
-            assert_encloses(att, spectral_norm(att, tol=1e-6, delta=1e-9), exact, 1e-6)
+            assert_encloses(att, lb.spectral_norm(att, tol=1e-6, delta=1e-9), exact, 1e-6)
 
 
-def test_blocks_are_no_larger_than_the_mask_allows() -> None:
+def test_blocks_are_no_larger_than_the_mask_allows():
     """By two rows of nine: a band, and a triangle, of which P is all that is looked at."""
     for mask, entries in ((window(9, 1), 6 + 3 * 8 + 2), (causal(9), 4 + 8 + 12 + 16 + 9)):
         att = changed(layer(0, frozenset(), n=9), mask=mask)
@@ -104,7 +102,7 @@ def test_blocks_are_no_larger_than_the_mask_allows() -> None:
             assert found.size == 6 * entries
 
 
-def test_long_layers_with_few_allowed_entries_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_layers_with_few_allowed_entries_are_streamed(monkeypatch):
     monkeypatch.setattr(streaming, "LONG", 16)
     att = layer(0, frozenset(), n=16)
     assert isinstance(head_jacobian(changed(att, mask=window(16, 1))), StreamedHeadJacobian)
@@ -114,7 +112,7 @@ def test_long_layers_with_few_allowed_entries_are_streamed(monkeypatch: pytest.M
     assert isinstance(head_jacobian(short), HeadJacobian)
 
 
-def test_derivatives_pass_through_masked_heads() -> None:
+def test_derivatives_pass_through_masked_heads():
     """`along` stays differentiable: with derivatives on, products are of whole matrices."""
     att = changed(layer(0, frozenset(), n=6), mask=window(6, 1))
     ones = torch.ones(6, 6, 7, dtype=torch.float64)
@@ -125,9 +123,7 @@ def test_derivatives_pass_through_masked_heads() -> None:
 
 @pytest.mark.parametrize("has", [(), ("rotation",), ("cap", "sinks"), ("norm",)])
 @pytest.mark.parametrize("make", [HeadJacobian, StreamedHeadJacobian])
-def test_the_single_precision_copy_is_the_operator_of_the_single_precision_layer(
-    make: type[HeadOperator], has: tuple[str, ...]
-) -> None:
+def test_the_single_precision_copy_is_the_operator_of_the_single_precision_layer(make, has):
     """Made of the float64 one, without forming P anew; of normalised queries and keys there is
     none."""
     att = layer(0, frozenset(has), mask="causal", n=7)

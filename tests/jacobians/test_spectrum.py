@@ -11,17 +11,15 @@ from support.models import AFFINE, build, inputs_for
 from support.oracles import matrices
 from support.variants import cross
 from support.variants import layer as variant_layer
-from torch import Tensor
 
 import lipbound as lb
-from lipbound.attention.layer import Attention
 from lipbound.models.capture.capture import Capturer
 
 HAS = ((), ("rotation",), ("together", "rotation"), ("cap", "sinks"), ("values",), ("latent",))
 HAS = (*HAS, ("gate",), ("gate", "norm"))
 
 
-def check(att: Attention, map: str = "head", k: int = 5) -> lb.SingularValues:
+def check(att: lb.Attention, map: str = "head", k: int = 5) -> lb.SingularValues:
     """All numbers of a layer: values between their ends, and residuals that hold."""
     frobenius, condition = lb.frobenius_norm(att, map=map), lb.condition_number(att, map=map)
     assert frobenius.dtype == condition.dtype == torch.float64
@@ -156,9 +154,9 @@ def test_a_layer_without_closed_form() -> None:
 
 def test_what_is_too_large_or_unknown_is_refused() -> None:
     w, att = torch.ones(1, 8, 4), random_attention("plain")
-    long = Attention(torch.ones(1, 300, 8), w, w, w)
+    long = lb.Attention(torch.ones(1, 300, 8), w, w, w)
     assert bool(lb.frobenius_norm(long).isfinite().all())
-    calls: dict[partial[Tensor | lb.SingularValues], tuple[str, ...]] = {
+    calls = {
         partial(lb.condition_number, long): ("with 1,200 outputs ", " up to 1,024; give shorter"),
         partial(lb.condition_number, 3): ("condition_number was given is 3",),
         partial(lb.frobenius_norm, att, map="residual"): ("unknown map 'residual'",),

@@ -3,10 +3,8 @@ a convex solver, and 80 digits."""
 
 import itertools
 import math
-from collections.abc import Iterator
 from decimal import Decimal
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -14,12 +12,10 @@ from support import hard_heads, judge, mp_oracle, token_oracle
 from support.checks import close, normal
 from support.layers import places
 from support.mp_oracle import Differentiated
-from support.strategies import HEADS, examples, layers
+from support.strategies import HEADS, examples, layers, part
 from support.variants import LINEAR, MASKS, layer
-from torch import Tensor
 
 import lipbound as lb
-from lipbound.attention.layer import Attention
 from lipbound.jacobians.rounding import tensor_error
 from lipbound.jacobians.token_norms import token_norm as module
 from lipbound.jacobians.token_norms.token_norm import BLOCK_NORMS, token_norm, token_profile
@@ -29,7 +25,7 @@ ROUNDING = 1e-11
 """Of dense float64 Jacobians and their norms, relatively."""
 
 
-def truths(blocks: Tensor) -> dict[str, float]:
+def truths(blocks):
     """Of dense blocks (i, j, r, D); what every token does to the worst output is not among them."""
     column, single = token_oracle.one(blocks)
     return {
@@ -39,16 +35,14 @@ def truths(blocks: Tensor) -> dict[str, float]:
     }
 
 
-def each(att: Attention, map: str) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+def each(att, map):
     """Place and dense blocks of every head, or of the whole layer, at every sample."""
     for s in range(att.samples):
         for h, blocks in enumerate(token_oracle.blocks(att, s, map)):
             yield (s,) if map in ("heads", "layer") else (s, h), blocks
 
 
-def check(
-    att: Attention, map: str, heads: range | None = None, *, starts: int = 8, samples: int = 2
-) -> None:
+def check(att, map, heads=None, *, starts=8, samples=2):
     """All norms of a layer against the oracles."""
     found = {name: token_norm(att, name, map=map) for name in BLOCK_NORMS}
     error = tensor_error(att)
@@ -76,7 +70,7 @@ def check(
 
 @examples(10)
 @given(layers())
-def test_dense_jacobians_of_small_layers(att: Attention) -> None:
+def test_dense_jacobians_of_small_layers(att):
     check(att, "head", range(0, HEADS, 3), starts=10)
 
 
@@ -93,7 +87,7 @@ PAIRED = [(has, map, MASKS[(i + j) % len(MASKS)]) for (i, has), (j, map) in EACH
 
 @pytest.mark.each_value
 @pytest.mark.parametrize(("has", "map", "mask"), PAIRED)
-def test_variants_masks_and_maps(has: tuple[str, ...], map: str, mask: str) -> None:
+def test_variants_masks_and_maps(has, map, mask):
     seed, has = MASKS.index(mask), frozenset(has)
     att = layer(seed, has, mask=mask, d_v=2 + seed % 3, biases=seed % 2 == 0)
     check(att, map, samples=1 + (mask == "padded"))
@@ -102,18 +96,18 @@ def test_variants_masks_and_maps(has: tuple[str, ...], map: str, mask: str) -> N
 @pytest.mark.each_value
 @pytest.mark.parametrize("map", MAPS)
 @pytest.mark.parametrize(("n", "d", "d_v"), [(1, 3, 2), (2, 1, 1), (7, 2, 6), (6, 6, 9)])
-def test_shapes(n: int, d: int, d_v: int, map: str) -> None:
+def test_shapes(n, d, d_v, map):
     check(layer(n, frozenset(), n=n, d=d, d_v=d_v), map)
 
 
-def random_head(seed: int, head: int) -> Attention:
+def random_head(seed, head):
     """One of sixteen heads of seven tokens and four values."""
     draw, shapes = normal(seed), [(1, 7, 6), (16, 6, 2), (16, 6, 2), (16, 6, 4)]
-    return Attention(*(draw(*s) for s in shapes)).select(heads=slice(head, head + 1))
+    return lb.Attention(*(draw(*s) for s in shapes)).select(heads=slice(head, head + 1))
 
 
 @pytest.mark.parametrize(("seed", "head"), [(8, 3), (20, 11)])
-def test_what_weights_leave_open_is_told(seed: int, head: int) -> None:
+def test_what_weights_leave_open_is_told(seed, head):
     """Heads on which a matrix does better than every vector by 3 and 5 %: both ends hold, and how
     far they are apart is said."""
     att = random_head(seed, head)
@@ -138,7 +132,7 @@ FAMILIES = [one for one in hard_heads.FAMILIES if one not in OTHERS]
     ("family", "dtype"),
     list(zip(FAMILIES, itertools.cycle([torch.float32, torch.float64]), strict=False)),
 )
-def test_hard_heads_to_eighty_digits(family: str, dtype: torch.dtype) -> None:
+def test_hard_heads_to_eighty_digits(family, dtype):
     """Nothing is allowed for rounding but that of the comparison."""
     att = judge.case(family, dtype, 7).select(slice(0, 2))
     found = {name: token_norm(att, name, vectors=True) for name in BLOCK_NORMS}
@@ -159,12 +153,12 @@ def test_hard_heads_to_eighty_digits(family: str, dtype: torch.dtype) -> None:
         assert below * (1 - Decimal("1e-13")) <= upper
 
 
-def check_digits(exact: Differentiated, ends: dict[str, tuple[float, float]]) -> None:
+def check_digits(exact, ends):
     """Columns, rows and blocks of a Jacobian (tokens, d_v, tokens, D) in 80 digits, against what
     was found of them."""
     j, n, d_v = exact.jacobian, len(exact.jacobian), exact.jacobian.shape[1]
 
-    def norm(part: np.ndarray) -> mp_oracle.Enclosed:
+    def norm(part):
         matrix = part.reshape(len(part) * d_v, -1)
         return mp_oracle.enclosed(Differentiated(matrix[None, :, None], exact.error))
 
@@ -181,9 +175,10 @@ def check_digits(exact: Differentiated, ends: dict[str, tuple[float, float]]) ->
 
 @examples(20)
 @given(layers())
-def test_norms_compare_as_they_must(att: Attention) -> None:
+def test_norms_compare_as_they_must(att):
     """Each with each, and with the largest of a profile: the lower end of what is smaller is not
     above the upper end of what is larger."""
+    att = att.select(heads=slice(0, part(HEADS, 3)))
     e, a, w, r = (token_norm(att, name) for name in BLOCK_NORMS)
     profile = token_profile(att)
     for norm, lower, upper in (
@@ -202,7 +197,7 @@ def test_norms_compare_as_they_must(att: Attention) -> None:
 @pytest.mark.each_value
 @pytest.mark.parametrize("map", MAPS)
 @pytest.mark.parametrize("name", BLOCK_NORMS)
-def test_vectors_attain_what_they_are_said_to(name: str, map: str) -> None:
+def test_vectors_attain_what_they_are_said_to(name, map):
     att = layer(3, frozenset({"rotation"}), mask="padded")
     norm = token_norm(att, name, map=map, vectors=True)
     for at, blocks in each(att, map):
@@ -224,7 +219,7 @@ def test_vectors_attain_what_they_are_said_to(name: str, map: str) -> None:
 
 @pytest.mark.parametrize("map", MAPS)
 @pytest.mark.parametrize("has", [(), ("rotation", "together", "sinks")], ids="+".join)
-def test_profiles_of_dense_jacobians(has: tuple[str, ...], map: str) -> None:
+def test_profiles_of_dense_jacobians(has, map):
     att = layer(2, frozenset(has), mask="padded")
     profile = token_profile(att, map=map)
     for at, blocks in each(att, map):
@@ -243,9 +238,7 @@ def test_profiles_of_dense_jacobians(has: tuple[str, ...], map: str) -> None:
 @pytest.mark.each_value
 @pytest.mark.parametrize("name", BLOCK_NORMS)
 @pytest.mark.parametrize("map", ["head", "layer"])
-def test_chunks_change_nothing_but_rounding(
-    name: str, map: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_change_nothing_but_rounding(name, map, monkeypatch):
     att = layer(5, frozenset({"rotation"}), n=6, heads=2, mask="causal")
     whole = token_norm(att, name, map=map)
     monkeypatch.setitem(module.CHUNK_BYTES, "cpu", 1)
@@ -257,7 +250,7 @@ def test_chunks_change_nothing_but_rounding(
     close(whole.lower, parts.lower, 1e-3)
 
 
-def test_the_same_twice_and_in_float32() -> None:
+def test_the_same_twice_and_in_float32():
     att = layer(1, frozenset())
     first, second = token_norm(att), token_norm(att)
     assert torch.equal(first.lower, second.lower)
@@ -266,9 +259,9 @@ def test_the_same_twice_and_in_float32() -> None:
     assert torch.equal(token_norm(single).lower, token_norm(single.double()).lower)
 
 
-def test_zero_jacobians_have_zero_norms() -> None:
+def test_zero_jacobians_have_zero_norms():
     draw = normal()
-    att = Attention(draw(1, 4, 5), draw(2, 5, 3), draw(2, 5, 3), 0 * draw(2, 5, 2))
+    att = lb.Attention(draw(1, 4, 5), draw(2, 5, 3), draw(2, 5, 3), 0 * draw(2, 5, 2))
     for name in BLOCK_NORMS:
         norm = token_norm(att, name)
         assert not norm.lower.any()

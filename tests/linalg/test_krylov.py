@@ -6,8 +6,7 @@ import torch
 from hypothesis import given, strategies
 from hypothesis.extra import numpy as arrays
 
-from lipbound.attention.layer import Attention
-from lipbound.jacobians.head import HeadJacobian
+import lipbound as lb
 from lipbound.linalg.certificates import SHARES, STARTS, Certificate, log_inverse_epsilon
 from lipbound.linalg.krylov import Runs, top_eigenpairs
 from lipbound.linalg.solution import start_vectors
@@ -48,33 +47,33 @@ SPECTRA = {
 }
 
 
-def with_values(values: torch.Tensor, batch: int, dtype: torch.dtype) -> HeadJacobian:
+def with_values(values, batch, dtype):
     """Heads of one token whose Jacobians are diagonal matrices."""
     zero, n = torch.zeros(1, len(values), len(values), dtype=dtype), len(values)
     w_v = torch.diag(values).to(dtype)[None]
-    return HeadJacobian(Attention(torch.ones(batch, 1, n, dtype=dtype), zero, zero, w_v))
+    return lb.HeadJacobian(lb.Attention(torch.ones(batch, 1, n, dtype=dtype), zero, zero, w_v))
 
 
 @pytest.fixture(params=["one by one", "as a graph"])
-def _started(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _started(request, monkeypatch):
     """How steps are started."""
     if request.param == "as a graph":
-        monkeypatch.setattr(HeadJacobian, "graphable", lambda _: True)
+        monkeypatch.setattr(lb.HeadJacobian, "graphable", lambda _: True)
 
 
 @pytest.mark.usefixtures("_started")
 @pytest.mark.parametrize("steps", [1, 2, 5, 12, 40])
 @pytest.mark.parametrize("name", list(SPECTRA))
-def test_what_a_recurrence_says_it_has_missed(name: str, steps: int) -> None:
+def test_what_a_recurrence_says_it_has_missed(name, steps):
     """G V - V T has columns no longer than that, and T the Ritz values of V."""
     op = with_values(SPECTRA[name], 1, torch.float64)
     images, gram = [], op.gram
 
-    def recorded(y: torch.Tensor) -> torch.Tensor:
+    def recorded(y):
         images.append(y.flatten().clone())
         return gram(y)
 
-    op.gram = recorded  # type: ignore[method-assign]
+    op.gram = recorded
     start = start_vectors(op, op.out_shape, 0)
     found = Runs(op, start, limit=steps).until(lambda _, part: part.steps >= steps).recurrence
     g, k = torch.diag(SPECTRA[name].double() ** 2), int(found.steps[0])
@@ -92,9 +91,7 @@ def test_what_a_recurrence_says_it_has_missed(name: str, steps: int) -> None:
 @pytest.mark.parametrize("products", [None, 1e-15])
 @pytest.mark.parametrize("delta", [0.5, 1e-3, 1e-8])
 @pytest.mark.parametrize("name", list(SPECTRA))
-def test_bounds_of_a_certificate_against_the_spectrum(
-    name: str, delta: float, products: float | None
-) -> None:
+def test_bounds_of_a_certificate_against_the_spectrum(name, delta, products):
     """As the lemma has it: a number beyond which an eigenvalue lies is shown only where the start
     has less than epsilon along the eigenvector. And what is shown is the smallest such number."""
     op, everyone = with_values(SPECTRA[name], 200, torch.float64), np.arange(200)
@@ -120,7 +117,7 @@ def test_bounds_of_a_certificate_against_the_spectrum(
             assert not (shown & (bound > found.top * (1 + 1e-9))).any()
 
 
-def test_failure_rate_of_certificates_agrees_with_theory() -> None:
+def test_failure_rate_of_certificates_agrees_with_theory():
     """1,000 upper bounds at 10 % each, stopped early: about a tenth at most may fail, and some
     should, or the bound is idle."""
     values = torch.cat([torch.ones(1), torch.linspace(0.2, 0.5, 59)])
@@ -134,7 +131,7 @@ def test_failure_rate_of_certificates_agrees_with_theory() -> None:
     assert 0 < failures <= 100 + 3 * 9.5
 
 
-def test_several_starts_share_a_probability() -> None:
+def test_several_starts_share_a_probability():
     """Each may fail with its root, and the epsilons are those of Lemma 41."""
     certificate = Certificate(100, 1e-12, np.zeros(1))
     assert (np.diff(certificate.epsilon) > 0).all()

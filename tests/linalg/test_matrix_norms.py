@@ -9,8 +9,7 @@ from support.checks import close, normal
 from support.layers import random_attention
 from support.mp_oracle import exactly
 
-from lipbound import bounds
-from lipbound.attention.layer import Attention
+import lipbound as lb
 from lipbound.devices import finished
 from lipbound.linalg.covariance import weighted_deviation_norm
 from lipbound.linalg.matrix_norms import (
@@ -178,9 +177,9 @@ def test_the_bound_is_its_formula_there(gap: float) -> None:
     # two orthogonal tokens that attend to themselves by a margin of gap: ||J|| <= ||W_V|| (||P|| +
     # 2 max ||X^T M|| ||X|| ||A||), all ones but A and M
     eye = torch.eye(2, dtype=torch.float64)
-    att = Attention(eye[None], gap * eye[None], eye[None], eye[None], scale=1.0)
-    assert float(bounds.get("yudin_sqrt_n")(att)) == pytest.approx(1.0, rel=1e-6)
-    assert float(bounds.get("yudin_sqrt_n")(att)) >= 1
+    att = lb.Attention(eye[None], gap * eye[None], eye[None], eye[None], scale=1.0)
+    assert float(lb.bounds.get("yudin_sqrt_n")(att)) == pytest.approx(1.0, rel=1e-6)
+    assert float(lb.bounds.get("yudin_sqrt_n")(att)) >= 1
 
 
 @pytest.mark.parametrize(("m", "n"), [(2, 1), (10, 3), (41, 40), (300, 24)])

@@ -2,7 +2,6 @@
 what shares the batch."""
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,9 +10,8 @@ from support.checks import close, normal
 from support.layers import random_attention
 from support.models import TEXT, build, inputs_for
 
+import lipbound as lb
 from lipbound.analysis import mean_field
-from lipbound.analysis.network import network_norm
-from lipbound.attention.layer import Attention
 from lipbound.attention.layer_norm import Normaliser, ResidualContext
 from lipbound.jacobians.maps import MAPS
 from lipbound.jacobians.spectral_norm import l2_spectral_norm, spectral_norm
@@ -22,7 +20,7 @@ from lipbound.linalg.operators import AutogradJacobian
 from lipbound.linalg.solution import normal_numbers, seeds_each, start_vectors
 
 
-def norm_of_rms(x: torch.Tensor) -> float:
+def norm_of_rms(x):
     """Of the normalisation of tokens by their root mean squares: the inverse of the smallest, by
     correctly rounded sums."""
     return max(1 / math.sqrt(math.fsum((row.double() ** 2).tolist()) / len(row)) for row in x)
@@ -30,9 +28,7 @@ def norm_of_rms(x: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("shape", [(8, 80), (40, 32)])
 @pytest.mark.parametrize("seed", [0, 1, 7])
-def test_data_drawn_with_the_same_seed_do_not_blind_a_norm(
-    seed: int, shape: tuple[int, int]
-) -> None:
+def test_data_drawn_with_the_same_seed_do_not_blind_a_norm(seed, shape):
     # a normalisation does not see its own point, which was where the search started
     x = normal(seed)(*shape)
     op = AutogradJacobian(lambda t: t / t.square().mean(-1, keepdim=True).sqrt(), x)
@@ -43,10 +39,10 @@ def test_data_drawn_with_the_same_seed_do_not_blind_a_norm(
     assert bool(lower.converged)
 
 
-def test_nor_does_it_that_of_a_layer_with_its_normalisation() -> None:
+def test_nor_does_it_that_of_a_layer_with_its_normalisation():
     x = normal()(1, 40, 32)
     zero, ones = torch.zeros(1, 32, 4).double(), torch.ones(32).double()
-    att = Attention(x, normal(1)(1, 32, 4), normal(2)(1, 32, 4), zero, w_o=zero.mT)
+    att = lb.Attention(x, normal(1)(1, 32, 4), normal(2)(1, 32, 4), zero, w_o=zero.mT)
     att.surroundings = ResidualContext(None, "post", Normaliser(x, ones, centred=False))
     exact = norm_of_rms(x[0])
     for delta in (None, 1e-6):
@@ -55,12 +51,12 @@ def test_nor_does_it_that_of_a_layer_with_its_normalisation() -> None:
         assert float(norm.upper) >= exact * (1 - 1e-12)
 
 
-def bert_norm(delta: float | None) -> object:
+def bert_norm(delta):
     model = build(lambda: tf.BertModel(tf.BertConfig(**TEXT)))
-    return network_norm(model, inputs_for(model), end="last_hidden_state", delta=delta, tol=1e-2)
+    return lb.network_norm(model, inputs_for(model), end="last_hidden_state", delta=delta, tol=1e-2)
 
 
-def layer(map: str) -> Attention:
+def layer(map):
     """With the normalisation that a map takes."""
     att = random_attention("plain")
     norm = Normaliser(att.x, torch.ones(att.x.shape[2], dtype=torch.float64))
@@ -72,7 +68,7 @@ def layer(map: str) -> Attention:
 
 
 SINE = AutogradJacobian(torch.sin, torch.ones(5, dtype=torch.float64))
-ENTRIES: dict[str, Callable[[float | None], object]] = {
+ENTRIES = {
     "operator_norm": lambda delta: operator_norm(SINE, delta=delta),
     "network_norm": bert_norm,
     "weighted_norm": lambda delta: mean_field.weighted_norm(
@@ -90,12 +86,10 @@ ENTRIES: dict[str, Callable[[float | None], object]] = {
 
 @pytest.mark.parametrize("delta", [None, 1e-6])
 @pytest.mark.parametrize("entry", list(ENTRIES))
-def test_every_norm_draws_from_the_one_stream(
-    entry: str, delta: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    streams: list[tuple[object, ...]] = []
+def test_every_norm_draws_from_the_one_stream(entry, delta, monkeypatch):
+    streams = []
 
-    def spy(count: int, *key: int | str) -> torch.Tensor:
+    def spy(count, *key):
         streams.append((count, *key))
         return normal_numbers(count, *key)
 
@@ -109,7 +103,7 @@ def test_every_norm_draws_from_the_one_stream(
         assert torch.equal(before, torch.random.get_rng_state())
 
 
-def test_the_stream_is_not_what_users_draw() -> None:
+def test_the_stream_is_not_what_users_draw():
     ours = torch.stack([normal_numbers(64, seed) for seed in range(50)])
     theirs = torch.stack([normal(seed)(64) for seed in range(50)])
     unit = torch.nn.functional.normalize
@@ -117,7 +111,7 @@ def test_the_stream_is_not_what_users_draw() -> None:
     assert float((unit(ours, dim=1) @ unit(theirs, dim=1).mT).abs().max()) < 0.65
 
 
-def test_the_stream_is_normal_and_its_parts_are_independent() -> None:
+def test_the_stream_is_normal_and_its_parts_are_independent():
     x = torch.stack([normal_numbers(4096, seed) for seed in range(32)])
     assert abs(float(x.mean())) < 5 / x.numel() ** 0.5
     assert float(x.var()) == pytest.approx(1, abs=0.02)
@@ -125,7 +119,7 @@ def test_the_stream_is_normal_and_its_parts_are_independent() -> None:
     assert torch.equal(x[3], normal_numbers(4096, 3))
 
 
-def test_a_start_does_not_depend_on_what_shares_the_batch() -> None:
+def test_a_start_does_not_depend_on_what_shares_the_batch():
     sine = AutogradJacobian(torch.sin, torch.zeros(3, dtype=torch.float64))
     assert torch.equal(start_vectors(sine, (7,), 4), start_vectors(sine, (7,), [4]))
     assert seeds_each(6, [1, 2, 3])[2:4] == seeds_each(2, [2])
@@ -137,6 +131,6 @@ def test_a_start_does_not_depend_on_what_shares_the_batch() -> None:
     close(whole.lower[:1, :2], alone.lower, 1e-12)
 
 
-def test_what_is_drawn_is_known_digit_by_digit() -> None:
+def test_what_is_drawn_is_known_digit_by_digit():
     # a release that draws other vectors changes the last digits of everybody's runs: it must say so
     assert [round(v, 6) for v in normal_numbers(3, 0).tolist()] == [1.101424, -0.238983, 0.228571]

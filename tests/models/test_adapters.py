@@ -1,8 +1,6 @@
 import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import peft
@@ -14,11 +12,9 @@ from support.checks import refused
 from support.commands import command
 from support.models import GPT2, IMAGE, LLAMA, TEXT, build
 from support.versions import marked
-from torch import Tensor, nn
 
 import lipbound as lb
 from lipbound.errors import CheckpointError, Notice
-from lipbound.models.loading import load_checkpoint
 from lipbound.runs.sweep import planned_runs
 
 IDS = torch.tensor([[5, 9, 3, 17, 40, 8, 22]])
@@ -27,33 +23,31 @@ ALPHAS = {"layers.1.self_attn.v_proj": 5, "q_proj": 2}
 Make = Callable[[], tf.PreTrainedModel]
 
 
-def llama_head() -> tf.PreTrainedModel:
+def llama_head():
     return tf.LlamaForCausalLM(tf.LlamaConfig(**LLAMA))
 
 
-def gpt2_head() -> tf.PreTrainedModel:
+def gpt2_head():
     return tf.GPT2LMHeadModel(tf.GPT2Config(**GPT2, bos_token_id=1, eos_token_id=2))
 
 
 PLAIN = {"r": 3, "lora_alpha": 8}
 TURNED = {"transformer.h.0.attn.c_attn": (24, 72), "transformer.h.1.mlp.c_fc": (24, 96)}
-FORMS: dict[str, tuple[Make, dict[str, Any], dict[str, tuple[int, int]]]] = {
+FORMS = {
     "llama": (llama_head, PLAIN, {**TWO, "lm_head": (24, 60)}),
     "by name": (llama_head, {**PLAIN, "alpha_pattern": ALPHAS, "use_rslora": True}, TWO),
     "transposed": (gpt2_head, {"r": 2, "lora_alpha": 3, "fan_in_fan_out": True}, TURNED),
 }
 
 
-def save(
-    folder: Path, make: Make, config: dict[str, Any], shapes: dict[str, tuple[int, int]]
-) -> dict[str, Tensor]:
+def save(folder, make, config, shapes):
     """A checkpoint, and beside it in ``adapter`` random matrices of the shapes (in, out); returns
     the sum by the formula, per weight."""
     model, rank, alphas = build(make), config["r"], config.get("alpha_pattern", {})
     model.save_pretrained(folder)
     g = torch.Generator().manual_seed(7)
-    stored: dict[str, Tensor] = {}
-    expected: dict[str, Tensor] = {}
+    stored = {}
+    expected = {}
     for path, (wide, tall) in shapes.items():
         a, b = torch.randn(rank, wide, generator=g), torch.randn(tall, rank, generator=g)
         before = f"base_model.model.{path}.lora_"
@@ -67,7 +61,7 @@ def save(
     return expected
 
 
-def write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+def write(folder, config, tensors):
     folder.mkdir(exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     (folder / "adapter_config.json").write_text(
@@ -75,12 +69,12 @@ def write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> N
     )
 
 
-def llama(folder: Path) -> Path:
+def llama(folder):
     save(folder, *FORMS["llama"])
     return folder
 
 
-def beside(folder: Path) -> Path:
+def beside(folder):
     """The same with the adapter in the folder of the weights."""
     llama(folder)
     for file in (folder / "adapter").iterdir():
@@ -89,10 +83,10 @@ def beside(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_merged_weights_are_the_formula(form: str, tmp_path: Path) -> None:
+def test_merged_weights_are_the_formula(form, tmp_path):
     expected = save(tmp_path, *FORMS[form])
     drawn = torch.get_rng_state()
-    checkpoint = load_checkpoint(tmp_path, adapter=tmp_path / "adapter", dtype="float64")
+    checkpoint = lb.load_checkpoint(tmp_path, adapter=tmp_path / "adapter", dtype="float64")
     assert torch.equal(torch.get_rng_state(), drawn)
     plain = dict(build(FORMS[form][0]).double().base_model.named_parameters())
     found = {name: part.detach() for name, part in checkpoint.model.named_parameters()}
@@ -103,11 +97,11 @@ def test_merged_weights_are_the_formula(form: str, tmp_path: Path) -> None:
         assert (name in inside) == bool((weight - plain[name]).abs().max() > 0.1)
 
 
-def trained(make: Make, folder: Path, **config: object) -> nn.Module:
+def trained(make, folder, **config):
     """A checkpoint with an adapter by PEFT, all numbers of which are random, in ``adapter``;
     returns the model as PEFT loads it, not merged."""
     build(make).save_pretrained(folder)
-    model = peft.get_peft_model(build(make), peft.LoraConfig(r=4, **config))  # type: ignore[arg-type]
+    model = peft.get_peft_model(build(make), peft.LoraConfig(r=4, **config))
     g = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -117,12 +111,12 @@ def trained(make: Make, folder: Path, **config: object) -> nn.Module:
     return peft.PeftModel.from_pretrained(build(make), folder / "adapter")
 
 
-def llama_classes() -> tf.PreTrainedModel:
+def llama_classes():
     return tf.LlamaForSequenceClassification(tf.LlamaConfig(**LLAMA, pad_token_id=0))
 
 
 ALL = ["q_proj", "v_proj", "down_proj"]
-KINDS: dict[str, tuple[Make, dict[str, object]]] = {
+KINDS = {
     "DoRA": (llama_head, {"target_modules": ALL, "use_dora": True}),
     "embeddings, norms and a head": (
         llama_head,
@@ -149,15 +143,15 @@ NEW = {"of experts": "experts are modules of their own", "of pictures": "names d
 
 
 @pytest.mark.parametrize("kind", marked(KINDS, NEW))
-def test_what_peft_trained_is_what_is_measured(kind: str, tmp_path: Path) -> None:
+def test_what_peft_trained_is_what_is_measured(kind, tmp_path):
     make, config = KINDS[kind]
     # torch's grouped product of experts knows no float64
     dtype, limit = ("float32", 1e-4) if kind == "of experts" else ("float64", 1e-6)
     theirs = trained(make, tmp_path, **config).to(getattr(torch, dtype))
     theirs.set_attn_implementation("eager")
     inner = theirs.get_base_model().base_model
-    plain = load_checkpoint(tmp_path, dtype=dtype).model
-    mine = load_checkpoint(tmp_path, adapter=tmp_path / "adapter", dtype=dtype).model
+    plain = lb.load_checkpoint(tmp_path, dtype=dtype).model
+    mine = lb.load_checkpoint(tmp_path, adapter=tmp_path / "adapter", dtype=dtype).model
     assert type(mine) is type(plain)
     assert mine.state_dict().keys() == plain.state_dict().keys()
     pixels = torch.linspace(-1, 1, 3 * 16 * 16, dtype=torch.float64).view(1, 3, 16, 16)
@@ -169,16 +163,14 @@ def test_what_peft_trained_is_what_is_measured(kind: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("weights", ["whole", "layers"])
-def test_an_adapter_beside_the_weights_is_refused_unless_it_is_asked_for(
-    weights: str, tmp_path: Path
-) -> None:
+def test_an_adapter_beside_the_weights_is_refused_unless_it_is_asked_for(weights, tmp_path):
     """Where it is left out, transformers does not merge it either."""
     folder = str(beside(tmp_path))
     words = rf"holds an adapter beside .*adapter='{folder}' merges it, adapter='none' leaves it out"
     with pytest.raises(CheckpointError, match=words):
-        load_checkpoint(folder, weights=weights)
-    without = load_checkpoint(folder, adapter=False, weights=weights)
-    merged = load_checkpoint(folder, adapter=folder)
+        lb.load_checkpoint(folder, weights=weights)
+    without = lb.load_checkpoint(folder, adapter=False, weights=weights)
+    merged = lb.load_checkpoint(folder, adapter=folder)
     assert without.revision == merged.revision.partition("+")[0]
     model = build(llama_head)
     model.set_attn_implementation("eager")
@@ -189,13 +181,15 @@ def test_an_adapter_beside_the_weights_is_refused_unless_it_is_asked_for(
     assert not torch.allclose(other, plain, rtol=1e-2)
 
 
-def test_runs_say_with_which_adapter_and_are_found_again(tmp_path: Path) -> None:
+def test_runs_say_with_which_adapter_and_are_found_again(tmp_path):
     folder = llama(tmp_path)
     adapter = folder / "adapter"
     inputs = {"input_ids": IDS}
     run = lb.compare(folder, inputs, adapter=adapter, bounds=["lipbound"], progress=False)
     plain = lb.compare(folder, inputs, bounds=["lipbound"], progress=False)
     assert not np.allclose(run["exact"], plain["exact"], rtol=1e-2)
+    diff = lb.diff(folder, folder, inputs=inputs, adapter=adapter, bounds=[], progress=False)
+    np.testing.assert_allclose(diff["ratio"], run["exact"] / plain["exact"], rtol=1e-6)
     assert run.attrs["model"] == f"{folder} with adapter {adapter}"
     assert run.attrs["revision"].startswith(plain.attrs["revision"] + "+sha256:")
     assert run.attrs["source"]["adapter"] == str(adapter)
@@ -206,7 +200,7 @@ def test_runs_say_with_which_adapter_and_are_found_again(tmp_path: Path) -> None
     assert any("not the recorded weights" in problem for problem in again.problems)
 
 
-def test_command_line_and_sweeps_take_adapters(tmp_path: Path) -> None:
+def test_command_line_and_sweeps_take_adapters(tmp_path):
     file = tmp_path / "sweep.yaml"
     file.write_text("model: builtin:gpt2\nadapter: false\n")
     assert next(iter(planned_runs(file).values()))["adapter"] is False
@@ -220,12 +214,12 @@ def test_command_line_and_sweeps_take_adapters(tmp_path: Path) -> None:
     assert "has no files of its tokenizer" in said
 
 
-def stored(adapter: Path) -> dict[str, Tensor]:
+def stored(adapter):
     found = load_file(adapter / "adapter_model.safetensors")
     return {name: tensor.clone() for name, tensor in found.items()}
 
 
-def test_other_adapters_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_adapters_are_refused(tmp_path, monkeypatch):
     folder = llama(tmp_path)
     adapter = folder / "adapter"
     config = json.loads((adapter / "adapter_config.json").read_text())
@@ -249,7 +243,7 @@ def test_other_adapters_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("size mismatch", {}, short),
     ):
         write(adapter, config | changes, held)
-        refused(lambda: load_checkpoint(folder, adapter=adapter), words, error=CheckpointError)
+        refused(lambda: lb.load_checkpoint(folder, adapter=adapter), words, error=CheckpointError)
     write(adapter, config, tensors)
     for given, options, words in (
         (adapter, {"weights": "layers"}, "merged in memory; use weights='whole', not 'layers'"),
@@ -257,21 +251,21 @@ def test_other_adapters_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (folder, {}, "without adapter_config.json"),
         ("./nowhere", {}, "there is no directory"),
     ):
-        refused(lambda g=given, o=options: load_checkpoint(folder, adapter=g, **o), words)
+        refused(lambda g=given, o=options: lb.load_checkpoint(folder, adapter=g, **o), words)
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "peft", None)
         words = "is merged by peft; pip install 'lipbound[adapters]'"
-        refused(lambda: load_checkpoint(folder, adapter=adapter), words)
+        refused(lambda: lb.load_checkpoint(folder, adapter=adapter), words)
     file = adapter / "adapter_model.safetensors"
     file.write_text("version https://git-lfs")
     words = "adapter_model.safetensors is cut off, damaged or no safetensors file"
-    refused(lambda: load_checkpoint(folder, adapter=adapter), words)
+    refused(lambda: lb.load_checkpoint(folder, adapter=adapter), words)
     file.rename(adapter / "adapter_model.bin")
     words = "has no adapter_model.safetensors, and pickles are not read"
-    refused(lambda: load_checkpoint(folder, adapter=adapter), words)
+    refused(lambda: lb.load_checkpoint(folder, adapter=adapter), words)
 
 
-def test_an_adapter_alone_brings_its_model(tmp_path: Path) -> None:
+def test_an_adapter_alone_brings_its_model(tmp_path):
     folder = llama(tmp_path)
     adapter = folder / "adapter"
     tensors = stored(adapter)
@@ -280,43 +274,43 @@ def test_an_adapter_alone_brings_its_model(tmp_path: Path) -> None:
     (adapter / "config.json").write_bytes((folder / "config.json").read_bytes())
     said = f"names no model; give one, with adapter='{adapter}'"
     with pytest.raises(CheckpointError, match=said):
-        load_checkpoint(adapter)
+        lb.load_checkpoint(adapter)
     places = {"base_model_name_or_path": str(folder), "revision": "main"}
     write(adapter, PLAIN | places | {"target_modules": list(FORMS["llama"][2])}, tensors)
-    both, one = load_checkpoint(folder, adapter=adapter), load_checkpoint(adapter)
+    both, one = lb.load_checkpoint(folder, adapter=adapter), lb.load_checkpoint(adapter)
     assert (one.name, one.revision, one.source) == (both.name, both.revision, both.source)
     with torch.no_grad():
         assert torch.equal(one.model(IDS)[0], both.model(IDS)[0])
     run = lb.compare(adapter, {"input_ids": IDS}, bounds=["lipbound"], progress=False)
     assert lb.verify(run, data={"input_ids": IDS}, places=2).ok
     with pytest.raises(CheckpointError, match=f"is itself an adapter, of {folder}; give"):
-        load_checkpoint(adapter, adapter="none")
+        lb.load_checkpoint(adapter, adapter="none")
     other = folder / "other"
     write(other, {"base_model_name_or_path": str(adapter)}, tensors)
     with pytest.raises(CheckpointError, match="adapter is itself an adapter"):
-        load_checkpoint(other)
+        lb.load_checkpoint(other)
 
 
-def test_an_adapter_of_another_model_is_told_and_none_merged_in_memory(tmp_path: Path) -> None:
+def test_an_adapter_of_another_model_is_told_and_none_merged_in_memory(tmp_path):
     adapter = llama(tmp_path) / "adapter"
     config = json.loads((adapter / "adapter_config.json").read_text())
     config |= {"base_model_name_or_path": "owner/base"}
     (adapter / "adapter_config.json").write_text(json.dumps(config))
     with pytest.warns(Notice, match="of owner/base, is merged into"):
-        checkpoint = load_checkpoint(tmp_path, adapter=adapter)
+        checkpoint = lb.load_checkpoint(tmp_path, adapter=adapter)
     assert len(checkpoint.notes) == 1
     with pytest.raises(CheckpointError, match=r"adapter .* was given for a model in memory; merge"):
-        load_checkpoint(build(llama_head), adapter=adapter)
+        lb.load_checkpoint(build(llama_head), adapter=adapter)
 
 
-def test_a_model_of_peft_in_memory_is_measured_as_it_is(tmp_path: Path) -> None:
+def test_a_model_of_peft_in_memory_is_measured_as_it_is(tmp_path):
     """Its layers are not merged: what they compute is that of merged ones, while they are on."""
     theirs = trained(llama_head, tmp_path, target_modules=ALL)
     on = lb.capture(theirs, {"input_ids": IDS})
     with theirs.disable_adapter():
         off = lb.capture(theirs, {"input_ids": IDS})
     for found, adapter in ((on, tmp_path / "adapter"), (off, None)):
-        model = load_checkpoint(tmp_path, adapter=adapter).model
+        model = lb.load_checkpoint(tmp_path, adapter=adapter).model
         for mine, expected in zip(found, lb.capture(model, {"input_ids": IDS}), strict=True):
             norms = (lb.spectral_norm(one, method="dense").lower for one in (mine, expected))
             torch.testing.assert_close(*norms, rtol=1e-4, atol=1e-6)

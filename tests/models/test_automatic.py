@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -19,10 +18,8 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 import lipbound as lb
-from lipbound.attention.layer import Attention
-from lipbound.attention.module_attention import ModuleAttention
 from lipbound.jacobians import automatic
-from lipbound.models.capture.capture import Capturer, LayerCapture
+from lipbound.models.capture.capture import Capturer
 
 X, Z, W = torch.randn(3, 1, 5, 12, generator=torch.Generator().manual_seed(0)).double()
 K, V = (torch.randn(1, 7, n, generator=torch.Generator().manual_seed(n)).double() for n in (10, 12))
@@ -35,39 +32,39 @@ split = partial(of_heads, heads=3)
 class Layer(nn.Module):
     """Three heads, made by a function of itself, its tokens, and its queries, keys and values."""
 
-    def __init__(self, made: Made) -> None:
+    def __init__(self, made):
         super().__init__()
         self.qkv, self.gate, self.out = nn.Linear(12, 36), nn.Linear(12, 12), nn.Linear(12, 12)
         self.norm, self.made = nn.LayerNorm(12), made
 
-    def before(self, x: Tensor, made: Made | None = None) -> Tensor:
+    def before(self, x, made=None):
         return (made or self.made)(self, x, *map(split, self.qkv(x).chunk(3, -1)))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.out(self.before(x))
 
 
-def of_layer(layer: "Layer", x: Tensor = X, made: Made | None = None) -> Tensor:
+def of_layer(layer, x=X, made=None):
     """Norms of its heads, where they are consecutive."""
     return norms(lambda x: layer.before(x, made)[0].unflatten(-1, (3, 4)), x)
 
 
-def check(att: Any, expected: Tensor, **options: Any) -> None:
+def check(att, expected, **options):
     """Compare norms of the first sample; closed forms allow for rounding."""
-    checked(att, expected, rtol=1e-6 if isinstance(att, ModuleAttention) else 1e-4, **options)
+    checked(att, expected, rtol=1e-6 if isinstance(att, lb.ModuleAttention) else 1e-4, **options)
 
 
 class Sine(torch.autograd.Function):
     """A function of which only one derivative can be had."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx, x):
         ctx.save_for_backward(x)
         return x.sin()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx, grad):
         return grad * ctx.saved_tensors[0].cos()
 
 
@@ -78,25 +75,25 @@ class Rounded(torch.autograd.Function):
     backward = staticmethod(lambda ctx, grad: grad)
 
 
-def sine(fn: Made, layer: Layer, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def sine(fn, layer, x, q, k, v):
     return joined(sdpa(q, k, fn(v)))
 
 
-def hard_gate(layer: Layer, x: Tensor, *qkv: Tensor) -> Tensor:
+def hard_gate(layer, x, *qkv):
     return joined(sdpa(*qkv)) * F.hardsigmoid(x)
 
 
-def distances(of: Made, layer: Layer, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def distances(of, layer, x, q, k, v):
     return joined(sdpa(q, k, v, attn_mask=-of(x, x)[:, None]))
 
 
-def explicit(x: Tensor, y: Tensor) -> Tensor:
+def explicit(x, y):
     off = (x[:, :, None] - y[:, None]).square().sum(-1)
     return (off + torch.eye(off.shape[-1])).sqrt() - torch.eye(off.shape[-1])
 
 
-def kept(reentrant: bool, layer: Layer, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    def inside(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def kept(reentrant, layer, x, q, k, v):
+    def inside(q, k, v):
         return joined(sdpa(q, k * k, v))
 
     return checkpoint(inside, q, k, v, use_reentrant=reentrant)
@@ -112,11 +109,11 @@ DERIVATIVES: dict[str, tuple[Made, Made]] = {
 
 
 @pytest.mark.parametrize("case", DERIVATIVES)
-def test_derivatives_that_are_lost_or_missing_are_had_in_another_way(case: str) -> None:
+def test_derivatives_that_are_lost_or_missing_are_had_in_another_way(case):
     made, plain = DERIVATIVES[case]
     layer = build(partial(Layer, made)).double()
     (att,) = lb.capture(layer, {"x": X})
-    assert isinstance(att, ModuleAttention)
+    assert isinstance(att, lb.ModuleAttention)
     check(att, of_layer(layer, made=plain))
     whole = norms(lambda x: layer.out(layer.before(x, plain))[..., None, :], X)
     check(att, whole, map="layer")
@@ -125,22 +122,22 @@ def test_derivatives_that_are_lost_or_missing_are_had_in_another_way(case: str) 
 class Depthwise(Layer):
     """Tokens of pictures pass a convolution and a normalisation over channels, as CvT has them."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(lambda layer, x, q, k, v: joined(sdpa(q, k, v)))
         self.conv, self.channels = nn.Conv2d(12, 12, 3, padding=1, groups=12), nn.BatchNorm2d(12)
         nn.init.normal_(self.channels.running_mean)
 
-    def before(self, x: Tensor, made: Made | None = None) -> Tensor:
+    def before(self, x, made=None):
         x = self.conv(x.transpose(1, 2).unflatten(-1, (2, 4)))
         return super().before(self.channels(x).flatten(2).transpose(1, 2), made)
 
 
-def test_gradients_of_one_picture_with_channels_last() -> None:
+def test_gradients_of_one_picture_with_channels_last():
     """torch 2.13 takes them for another layout; differences tell."""
     layer, x = build(Depthwise).double(), torch.cat([X, Z], 1)[:, :8]
     (att,) = lb.capture(layer, {"x": x})
 
-    def heads(x: Tensor) -> Tensor:
+    def heads(x):
         return layer.before(x)[0].unflatten(-1, (3, 4))
 
     steps = 1e-6 * torch.eye(96).view(96, 1, 8, 12).double()
@@ -149,7 +146,7 @@ def test_gradients_of_one_picture_with_channels_last() -> None:
     check(att, torch.linalg.matrix_norm(columns.movedim(1, 0).flatten(1, 2), 2))
 
 
-def test_what_is_no_derivative_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_derivative_is_refused(monkeypatch):
     straight = build(partial(Layer, partial(sine, Rounded.apply))).double()
     with pytest.raises(lb.errors.AttentionError, match=r"does not give the derivative .* off"):
         lb.spectral_norm(lb.capture(straight, {"x": X})[0])
@@ -159,7 +156,7 @@ def test_what_is_no_derivative_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         lb.spectral_norm(att)
 
 
-def between(act: Made, interleaved: bool, layer: Layer, x: Tensor, *qkv: Tensor) -> Tensor:
+def between(act, interleaved, layer, x, *qkv):
     o = sdpa(*qkv)
     return act(layer, x, (o.permute(0, 2, 3, 1) if interleaved else o.transpose(1, 2)).flatten(2))
 
@@ -174,15 +171,15 @@ BETWEEN: dict[str, Made] = {
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("act", BETWEEN)
-def test_heads_are_those_that_attention_returns(act: str, interleaved: bool) -> None:
+def test_heads_are_those_that_attention_returns(act, interleaved):
     """In whatever order they are projected; what is done to them before is part of them."""
     layer = build(partial(Layer, partial(between, BETWEEN[act], interleaved))).double()
 
-    def heads(x: Tensor) -> Tensor:
+    def heads(x):
         o = layer.before(x)[0]
         return o.unflatten(-1, (4, 3)).mT if interleaved else o.unflatten(-1, (3, 4))
 
-    def projected(x: Tensor) -> Tensor:
+    def projected(x):
         w = layer.out.weight.unflatten(1, (4, 3) if interleaved else (3, 4))
         return torch.einsum("nhv,ovh->nho" if interleaved else "nhv,ohv->nho", heads(x), w)
 
@@ -192,7 +189,7 @@ def test_heads_are_those_that_attention_returns(act: str, interleaved: bool) -> 
     for closed in (True, False):
         (att,) = lb.capture(layer, {"x": X}, closed=closed)
         check(att, norms(heads, X))
-        if isinstance(att, ModuleAttention):
+        if isinstance(att, lb.ModuleAttention):
             check(att, norms(projected, X), map="head_out")
             assert ("part of them" in repr(att)) == (act != "nothing")
         else:
@@ -200,7 +197,7 @@ def test_heads_are_those_that_attention_returns(act: str, interleaved: bool) -> 
 
 
 @pytest.mark.skipif(not hasattr(tf, "DeepseekV4Model"), reason="an older transformers")
-def test_groups_of_heads_that_are_projected_apart() -> None:
+def test_groups_of_heads_that_are_projected_apart():
     sizes = {**WIDE, "num_hidden_layers": 1, "head_dim": 16, "q_lora_rank": 12, "hc_mult": 2}
     sizes |= {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2}
     sizes |= {"layer_types": ["sliding_attention"], "mlp_layer_types": ["moe"]}
@@ -226,24 +223,24 @@ DETACHED: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("how", DETACHED)
-def test_what_is_detached_moves(how: str) -> None:
-    def made(free: Callable[[Tensor], Tensor], layer: Layer, x: Tensor, *qkv: Tensor) -> Tensor:
+def test_what_is_detached_moves(how):
+    def made(free, layer, x, *qkv):
         return joined(sdpa(*qkv)) * free(layer.gate(x).sigmoid())
 
     layer = build(partial(Layer, partial(made, DETACHED[how]))).double()
     expected = of_layer(layer, made=partial(made, lambda t: t))
     for closed in (True, False):
         (att,) = lb.capture(layer, {"x": X}, closed=closed)
-        assert isinstance(att, Attention) == closed
+        assert isinstance(att, lb.Attention) == closed
         check(att, expected)
     assert ("detaches moves as well" in repr(att)) == (how != "no_grad")
 
 
-def biased(z: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+def biased(z, b, h, i, j):
     return z - 0.3 * (h + 1) * (i - j).abs()
 
 
-def causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+def causal(b, h, i, j):
     return i >= j
 
 
@@ -252,7 +249,7 @@ FAR = (PLACES[:, None] - PLACES).double()
 
 
 @pytest.mark.parametrize("case", ["biases", "mask"])
-def test_flex_attention(case: str) -> None:
+def test_flex_attention(case):
     flex = pytest.importorskip("torch.nn.attention.flex_attention")
     options = {"score_mod": biased}
     mask = -0.3 * torch.arange(1, 4)[:, None, None] * FAR.abs()
@@ -262,19 +259,19 @@ def test_flex_attention(case: str) -> None:
         options = {"block_mask": made}
         mask = torch.zeros(5, 5).double().masked_fill(FAR < 0, -torch.inf)
 
-    def made(attend: Made, layer: Layer, x: Tensor, *qkv: Tensor) -> Tensor:
+    def made(attend, layer, x, *qkv):
         return joined(attend(*qkv))
 
     layer = build(partial(Layer, partial(made, partial(flex.flex_attention, **options)))).double()
     (att,) = lb.capture(layer, {"x": X})
-    assert isinstance(att, Attention)
+    assert isinstance(att, lb.Attention)
     check(att, of_layer(layer, made=partial(made, partial(sdpa, attn_mask=mask))))
 
 
-def test_flex_attention_that_bends_scores_is_refused() -> None:
+def test_flex_attention_that_bends_scores_is_refused():
     flex = pytest.importorskip("torch.nn.attention.flex_attention")
 
-    def made(layer: Layer, x: Tensor, *qkv: Tensor) -> Tensor:
+    def made(layer, x, *qkv):
         return joined(flex.flex_attention(*qkv, score_mod=lambda z, b, h, i, j: z.tanh()))
 
     with pytest.raises(lb.errors.CaptureError, match="does more to scores than add to them"):
@@ -284,7 +281,7 @@ def test_flex_attention_that_bends_scores_is_refused() -> None:
 class Given(nn.Module):
     """torch's attention, given what a function makes of the tokens."""
 
-    def __init__(self, given: Callable[..., Sequence[Tensor]], **options: int) -> None:
+    def __init__(self, given, **options):
         super().__init__()
         self.mha = nn.MultiheadAttention(12, 3, batch_first=True, **options)
         self.norms = nn.ModuleList(nn.LayerNorm(12) for _ in range(2))
@@ -292,10 +289,10 @@ class Given(nn.Module):
         for norm in self.norms:
             nn.init.normal_(norm.weight)
 
-    def forward(self, x: Tensor, y: Tensor | None = None, pos: Tensor | None = None) -> Tensor:
+    def forward(self, x, y=None, pos=None):
         return x + self.mha(*self.given(self, x, *(t for t in (y, pos) if t is not None)))[0]
 
-    def heads(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def heads(self, q, k, v):
         own = self.mha
         w = own.in_proj_weight
         w = (own.q_proj_weight, own.k_proj_weight, own.v_proj_weight) if w is None else w.chunk(3)
@@ -304,7 +301,7 @@ class Given(nn.Module):
         return joined(sdpa(q, k, v))[0][..., None, :]
 
 
-def rows(model: nn.Module, inputs: dict[str, Tensor], closed: bool) -> list[LayerCapture]:
+def rows(model, inputs, closed):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", lb.Notice)
         return Capturer(model, closed=closed).run(inputs)
@@ -320,7 +317,7 @@ ONE: dict[str, Callable[..., Sequence[Tensor]]] = {
 
 @pytest.mark.parametrize("closed", [True, False])
 @pytest.mark.parametrize("case", ONE)
-def test_the_input_is_what_the_block_was_given(case: str, closed: bool) -> None:
+def test_the_input_is_what_the_block_was_given(case, closed):
     model = build(lambda: nn.Sequential(nn.Linear(12, 12), Given(ONE[case]))).double()
     block, tokens = model[1], model[0](X).detach()
     (layer,) = rows(model, {"input": X}, closed)
@@ -348,7 +345,7 @@ SEVERAL: dict[str, Several] = {
 
 @pytest.mark.parametrize("closed", [True, False])
 @pytest.mark.parametrize("case", SEVERAL)
-def test_of_several_tensors_there_are_queries_and_the_rest(case: str, closed: bool) -> None:
+def test_of_several_tensors_there_are_queries_and_the_rest(case, closed):
     given, options, of_queries, of_memory, memory = SEVERAL[case]
     block = build(lambda: Given(lambda m, x: (x, x, x), **options)).double()
     inputs = dict(zip(("query", "key", "value"), given, strict=True))
@@ -358,11 +355,11 @@ def test_of_several_tensors_there_are_queries_and_the_rest(case: str, closed: bo
         check(row.attention, norms(lambda x, f=f: f(block.heads, x), x), map="heads")
 
 
-def test_a_memory_that_is_given_twice_is_one() -> None:
+def test_a_memory_that_is_given_twice_is_one():
     """Once with positions, by a block whose queries passed another attention."""
 
     class Decoder(Given):
-        def forward(self, x: Tensor, y: Tensor, pos: Tensor) -> Tensor:
+        def forward(self, x, y, pos):
             x = self.norms[0](x + self.mha(x, x, x)[0])
             return x + self.mha(x, y + pos, y)[0]
 

@@ -1,7 +1,6 @@
 """The census of model types says of a few what is known of them."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.checks import script
@@ -9,7 +8,7 @@ from support.versions import newer_transformers
 
 
 @pytest.fixture(scope="module")
-def census() -> Any:
+def census():
     return script(Path(__file__).parents[2] / "benchmarks" / "census.py")
 
 
@@ -21,7 +20,7 @@ def census() -> Any:
         *(("resnet", "no attention", None), ("mobilevitv2", "refused", None)),
     ],
 )
-def test_verdicts(census: Any, kind: str, verdict: str, automatic: int | None) -> None:
+def test_verdicts(census, kind, verdict, automatic):
     with census.quiet():
         row = census.verdict(kind)
     assert (row["verdict"], row.get("automatic")) == (verdict, automatic), row
@@ -29,7 +28,7 @@ def test_verdicts(census: Any, kind: str, verdict: str, automatic: int | None) -
         assert row["error"] < 1e-6
 
 
-def test_what_cannot_be_built_has_a_reason(census: Any) -> None:
+def test_what_cannot_be_built_has_a_reason(census):
     with census.quiet():
         row = census.verdict("clip_text_model_with_no_such_name")
     assert row["verdict"] == "not built"

@@ -3,7 +3,6 @@ import json
 import sys
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import peft
@@ -15,14 +14,13 @@ from support.gguf_files import save_gguf
 from support.hub import COMMIT, OLD, Asking, serve
 from support.models import AFFINE, TEXT, build, save_bert, save_tokenizer
 
-from lipbound.errors import CheckpointError
+import lipbound as lb
 from lipbound.models import loading, weight_files
-from lipbound.models.capture.capture import capture
 from lipbound.models.catalogue import BUILTINS, MINILM_SHA256, describe
 from lipbound.models.loading import load_checkpoint
 
 
-def test_directories(tmp_path: Path) -> None:
+def test_directories(tmp_path):
     """Half precision is cast up, and heads of tasks do not matter."""
     save_bert(tmp_path / "bert")
     build(AFFINE["bert"]).to(torch.bfloat16).save_pretrained(tmp_path / "half")
@@ -38,7 +36,7 @@ def test_directories(tmp_path: Path) -> None:
     assert load_checkpoint(str(tmp_path / "bert"), dtype="float64").model.dtype == torch.float64
 
 
-def test_builtins() -> None:
+def test_builtins():
     """Their packages are not imported."""
     for name, layers, heads in (("gpt2", 6, 4), ("vit", 6, 4), ("minilm", 6, 12)):
         checkpoint = load_checkpoint(f"builtin:{name}")
@@ -56,10 +54,10 @@ def test_builtins() -> None:
 
 
 @pytest.mark.parametrize("name", ["vit-baseline", "vit-jasmin"])
-def test_fine_tuned_vits_have_no_biases_in_attention(name: str) -> None:
+def test_fine_tuned_vits_have_no_biases_in_attention(name):
     checkpoint = load_checkpoint(f"builtin:{name}")
     assert checkpoint.model.config.qkv_bias is False
-    layers = capture(checkpoint.model, {"pixel_values": torch.zeros(1, 3, 32, 32)})
+    layers = lb.capture(checkpoint.model, {"pixel_values": torch.zeros(1, 3, 32, 32)})
     assert len(layers) == 6
     assert all(att.b_q is None or float(att.b_q.abs().max()) == 0 for att in layers)
 
@@ -71,44 +69,41 @@ REMEDIES = {
 
 
 @pytest.mark.parametrize("name", REMEDIES)
-def test_packaged_builtins_with_other_weights_or_without_package(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packaged_builtins_with_other_weights_or_without_package(name, monkeypatch):
     sha256, remedy = REMEDIES[name]
     packaged = BUILTINS[name]
     digest = weight_files.sha256([packaged.place(name) / packaged.weights])
     packaged.check(digest)
     other = replace(packaged, sha256="0" * 64)
-    refused(lambda: other.check(digest), f"sha256:{sha256}", error=CheckpointError)
+    refused(lambda: other.check(digest), f"sha256:{sha256}", error=lb.errors.CheckpointError)
     if name == "minilm":
         monkeypatch.setitem(BUILTINS, name, other)
-        refused(lambda: load_checkpoint(f"builtin:{name}"), sha256, error=CheckpointError)
+        refused(lambda: load_checkpoint(f"builtin:{name}"), sha256, error=lb.errors.CheckpointError)
 
-    def missing(name: str) -> None:
+    def missing(name):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "files", missing)
-    refused(lambda: load_checkpoint(f"builtin:{name}"), remedy, error=CheckpointError)
+    refused(lambda: load_checkpoint(f"builtin:{name}"), remedy, error=lb.errors.CheckpointError)
     assert remedy in describe(name).missing
 
 
-def test_loaded_model() -> None:
+def test_loaded_model():
     model = build(AFFINE["bert"])
     checkpoint = load_checkpoint(model)
     assert checkpoint.name == "BertModel"
     assert checkpoint.model is model
     assert checkpoint.revision != load_checkpoint(build(AFFINE["bert"], seed=1)).revision
-    with pytest.raises(CheckpointError, match="give data as"):
-        checkpoint.tokenizer()
+    refused(lambda: checkpoint.tokenizer(), "give data as", error=lb.errors.CheckpointError)
 
 
-def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
+def test_code_in_a_checkpoint_is_not_run(tmp_path):
     save_bert(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config["auto_map"] = {"AutoConfig": "trap.Config", "AutoModel": "trap.Model"}
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "mystery"}))
     (tmp_path / "trap.py").write_text(f"open({str(tmp_path / 'sprung')!r}, 'w')")
-    with pytest.raises(CheckpointError, match="could not be loaded"):
+    with pytest.raises(lb.errors.CheckpointError, match="could not be loaded"):
         load_checkpoint(tmp_path)
     assert not (tmp_path / "sprung").exists()
 
@@ -129,7 +124,7 @@ REFUSED = {
 
 
 @pytest.mark.slow
-def test_hub(tmp_path: Path) -> None:
+def test_hub(tmp_path):
     single = [tmp_path / one for one in ("headless", "weightless", "packed", "adapter", "pickled")]
     headless, weightless, packed, adapter, pickled = single
     new, old = save_bert(tmp_path / "new"), tmp_path / "old"
@@ -177,8 +172,8 @@ def test_hub(tmp_path: Path) -> None:
     assert "HF_HUB_OFFLINE forbids" in offline["owner/other"]
 
 
-def test_without_docstrings_it_is_python_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_docstrings_it_is_python_that_is_named(monkeypatch):
     """Under -OO transformers fails on each of its models, whole as the checkpoint may be."""
     monkeypatch.setattr(loading, "sys", SimpleNamespace(flags=SimpleNamespace(optimize=2)))
-    with pytest.raises(CheckpointError, match=r"its docstrings; run python without -OO$"):
+    with pytest.raises(lb.errors.CheckpointError, match=r"its docstrings; run python without -OO$"):
         load_checkpoint("builtin:gpt2")

@@ -3,9 +3,7 @@ refused."""
 
 import shutil
 import struct
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import gguf
 import pytest
@@ -23,14 +21,12 @@ from lipbound.errors import CheckpointError
 from lipbound.models import weight_files
 from lipbound.models.capture.capture import Capturer
 from lipbound.models.catalogue import describe
-from lipbound.models.inputs import prepare
-from lipbound.models.loading import load_checkpoint
 
 SMALL = {"data": "the ferry", "max_length": 6, "progress": False}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """One that holds a small GGUF file, model.gguf."""
     made = tmp_path_factory.mktemp("gguf")
     save_gguf(made / "model.gguf")
@@ -38,11 +34,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kind", [Kind.Q4_1, Kind.Q8_0, Kind.F16])
-def test_weights_are_those_that_the_file_stands_for(kind: Kind, tmp_path: Path) -> None:
+def test_weights_are_those_that_the_file_stands_for(kind, tmp_path):
     """And transformers, which reads it, is left as it was."""
     expected = save_gguf(tmp_path / "model.gguf", kind=kind)
     before = gguf.GGUFReader, gguf.get_tensor_name_map, reader.tqdm
-    checkpoint = load_checkpoint(tmp_path / "model.gguf")
+    checkpoint = lb.load_checkpoint(tmp_path / "model.gguf")
     assert (gguf.GGUFReader, gguf.get_tensor_name_map, reader.tqdm) == before
     found = checkpoint.model.state_dict()
     assert found.keys() == expected.keys()
@@ -53,9 +49,9 @@ def test_weights_are_those_that_the_file_stands_for(kind: Kind, tmp_path: Path) 
 
 
 @newer_transformers("weights are not left on disk")
-def test_weights_may_stay_in_the_file(tmp_path: Path) -> None:
+def test_weights_may_stay_in_the_file(tmp_path):
     expected = save_gguf(tmp_path / "model.gguf")
-    checkpoint = load_checkpoint(tmp_path / "model.gguf", weights="layers")
+    checkpoint = lb.load_checkpoint(tmp_path / "model.gguf", weights="layers")
     assert weight_files.is_offloaded(checkpoint.model)
     with weight_files.resident(checkpoint.model):
         found = checkpoint.model.state_dict()
@@ -64,9 +60,7 @@ def test_weights_may_stay_in_the_file(tmp_path: Path) -> None:
 
 
 @newer_transformers("weights are not left on disk")
-def test_weights_that_are_not_found_one_by_one_ask_for_the_whole(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_are_not_found_one_by_one_ask_for_the_whole(folder, monkeypatch):
     """As experts are, which a file stores together."""
     every = weight_files.gguf_tensors
     monkeypatch.setattr(
@@ -74,13 +68,13 @@ def test_weights_that_are_not_found_one_by_one_ask_for_the_whole(
     )
     whole = "could not be loaded: its weights are stored in another form, .* use weights='whole'"
     with pytest.raises(CheckpointError, match=whole):
-        load_checkpoint(folder, weights="layers")
+        lb.load_checkpoint(folder, weights="layers")
 
 
-def test_a_run_on_a_file_is_that_on_its_weights(folder: Path, tmp_path: Path) -> None:
+def test_a_run_on_a_file_is_that_on_its_weights(folder, tmp_path):
     model = llama()
     model.load_state_dict(save_gguf(tmp_path / "again.gguf"))
-    ids = load_checkpoint(folder).tokenizer()("the ferry", return_tensors="pt").input_ids
+    ids = lb.load_checkpoint(folder).tokenizer()("the ferry", return_tensors="pt").input_ids
     plain, packed = (
         lb.compare(one, {"input_ids": ids}, bounds=["lipbound"], progress=False)
         for one in (model, folder / "model.gguf")
@@ -93,14 +87,14 @@ def test_a_run_on_a_file_is_that_on_its_weights(folder: Path, tmp_path: Path) ->
 
 
 @newer_transformers("tokenizers of GGUF files begin with another token")
-def test_the_tokenizer_is_the_files(folder: Path) -> None:
-    tokenizer = load_checkpoint(folder).tokenizer()
+def test_the_tokenizer_is_the_files(folder):
+    tokenizer = lb.load_checkpoint(folder).tokenizer()
     space = LETTERS.index("Ġ") + 2
     the, ferr, y = map(WORDS.index, ("the", "ferr", "y"))
     assert tokenizer("the ferry").input_ids == [the, space, ferr, y]
 
 
-def test_a_run_says_how_weights_were_stored_and_is_verified(folder: Path, tmp_path: Path) -> None:
+def test_a_run_says_how_weights_were_stored_and_is_verified(folder, tmp_path):
     ds = lb.compare(
         folder, **SMALL, gguf_file="model.gguf", bounds=["yudin"], out=tmp_path / "run.zarr"
     )
@@ -114,7 +108,7 @@ def test_a_run_says_how_weights_were_stored_and_is_verified(folder: Path, tmp_pa
     assert any("not the recorded model" in said for said in found.problems)
 
 
-def test_files_are_chosen_by_name_where_there_are_several(folder: Path, tmp_path: Path) -> None:
+def test_files_are_chosen_by_name_where_there_are_several(folder, tmp_path):
     for name in ("a.gguf", "b.gguf"):
         shutil.copy(folder / "model.gguf", tmp_path / name)
     for model, wanted, words in (
@@ -122,16 +116,14 @@ def test_files_are_chosen_by_name_where_there_are_several(folder: Path, tmp_path
         (tmp_path, "c.gguf", "has no GGUF file c.gguf; name one with gguf_file=: 'a.gguf', 'b"),
         (tmp_path / "a.gguf", "b.gguf", "gguf_file is 'b.gguf'; give one GGUF file"),
     ):
-        refused(lambda m=model, w=wanted: load_checkpoint(m, gguf_file=w), words)
-    assert load_checkpoint(tmp_path, gguf_file="b.gguf").gguf_file == "b.gguf"
+        refused(lambda m=model, w=wanted: lb.load_checkpoint(m, gguf_file=w), words)
+    assert lb.load_checkpoint(tmp_path, gguf_file="b.gguf").gguf_file == "b.gguf"
     save_bert(tmp_path)
-    assert load_checkpoint(tmp_path).quantization is None
-    assert load_checkpoint(tmp_path, gguf_file="a.gguf").quantization is not None
+    assert lb.load_checkpoint(tmp_path).quantization is None
+    assert lb.load_checkpoint(tmp_path, gguf_file="a.gguf").quantization is not None
 
 
-def test_what_cannot_be_read_is_refused_in_a_sentence(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_read_is_refused_in_a_sentence(folder, tmp_path, monkeypatch):
     file, piece = tmp_path / "model.gguf", tmp_path / "piece.gguf"
     save_gguf(file, arch="rwkv7")
     writer = gguf.GGUFWriter(piece, "llama")
@@ -146,16 +138,16 @@ def test_what_cannot_be_read_is_refused_in_a_sentence(
         ("builtin:gpt2", {"gguf_file": "a.gguf"}, "was given for the builtin checkpoint"),
         (llama(), {"gguf_file": "a.gguf"}, "was given for a model in memory"),
     ):
-        refused(lambda m=model, o=options: load_checkpoint(m, **o), words, error=CheckpointError)
+        refused(lambda m=model, o=options: lb.load_checkpoint(m, **o), words, error=CheckpointError)
     save_gguf(file, tokenizer=False)
-    refused(lambda: load_checkpoint(file).tokenizer(), "has no usable tokenizer")
+    refused(lambda: lb.load_checkpoint(file).tokenizer(), "has no usable tokenizer")
     with monkeypatch.context() as small:
         small.setattr(devices, "available", lambda device: 0.0)
-        whole = lambda: load_checkpoint(folder, weights="whole")  # noqa: E731
+        whole = lambda: lb.load_checkpoint(folder, weights="whole")  # noqa: E731
         refused(whole, "the weights of ", " take memory in float32", "use weights='layers'")
     monkeypatch.setattr(weight_files, "find_spec", lambda name: None)
     words = "the package gguf and accelerate; pip install 'lipbound[gguf]'"
-    refused(lambda: load_checkpoint(folder), words)
+    refused(lambda: lb.load_checkpoint(folder), words)
 
 
 HEAD = b"GGUF" + struct.pack("<I", 3)
@@ -164,23 +156,23 @@ SHORT = WHOLE.format(r"it has \d+ bytes and announces \d+ or more")
 ZERO = r"transformers fails on it \(ZeroDivisionError|are not positive|has 0|0 heads"
 
 
-def counts(tensors: int, fields: int) -> bytes:
+def counts(tensors, fields):
     return HEAD + struct.pack("<QQ", tensors, fields)
 
 
-def field(kind: int, *rest: int, name: bytes = b"a.b") -> bytes:
+def field(kind, *rest, name=b"a.b"):
     """The name of an entry, its type, the type of what is in an array, and how many there are."""
     kinds = struct.pack(f"<{len(rest)}I", kind, *rest[:-1])
     return struct.pack("<Q", len(name)) + name + kinds + struct.pack("<Q", rest[-1])
 
 
-def behind(mark: bytes, at: int, numbers: bytes, file: bytes) -> bytes:
+def behind(mark, at, numbers, file):
     """A file with other bytes so far behind a mark."""
     place = file.index(mark) + len(mark) + at
     return file[:place] + numbers + file[place + len(numbers) :]
 
 
-def told(key: str, number: int) -> Callable[[bytes], bytes]:
+def told(key, number):
     """A file that says another number under a key."""
     return partial(behind, key.encode() + struct.pack("<I", 4), 0, struct.pack("<I", number))
 
@@ -189,7 +181,7 @@ placed = partial(partial, behind, b"blk.0.attn_q.weight")
 """Makes other bytes so far behind the name of a matrix of two dimensions."""
 EARLY = WHOLE.format("the place of blk.0.attn_q.weight is before those of all weights")
 DEEP, NESTED = WHOLE.format("maximum recursion depth exceeded.*"), struct.pack("<IQ", 9, 1)
-BROKEN: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+BROKEN = {
     "two bytes": (lambda f: b"GG", SHORT),
     "another kind of file": (lambda f: b"PK" * 100, WHOLE.format("GGUF magic invalid")),
     "another version": (lambda f: f[:4] + struct.pack("<I", 9) + f[8:], WHOLE.format(".*9.*")),
@@ -220,16 +212,14 @@ FIRST = dict.fromkeys(("weights before the start", "five heads"), "it notices an
 
 
 @pytest.mark.parametrize("case", marked(BROKEN, FIRST))
-def test_a_broken_file_is_refused_at_once_in_a_sentence(
-    case: str, folder: Path, tmp_path: Path
-) -> None:
+def test_a_broken_file_is_refused_at_once_in_a_sentence(case, folder, tmp_path):
     change, sentence = BROKEN[case]
     (tmp_path / "model.gguf").write_bytes(change((folder / "model.gguf").read_bytes()))
     with pytest.raises(CheckpointError, match=sentence):
-        load_checkpoint(tmp_path / "model.gguf")
+        lb.load_checkpoint(tmp_path / "model.gguf")
 
 
-def test_files_without_a_type(tmp_path: Path) -> None:
+def test_files_without_a_type(tmp_path):
     save_gguf(tmp_path / "untyped.gguf", file_type=False)
     assert weight_files.check_gguf("untyped", tmp_path / "untyped.gguf").startswith("GGUF Q4_1 (14")
 
@@ -238,8 +228,8 @@ def test_files_without_a_type(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_smollm2_capture_is_the_models_own_attention() -> None:
-    checkpoint = load_checkpoint("builtin:smollm2")
+def test_smollm2_capture_is_the_models_own_attention():
+    checkpoint = lb.load_checkpoint("builtin:smollm2")
     said = describe("smollm2")
     config = checkpoint.model.config
     assert (said.architecture, said.layers, said.heads, said.width) == (
@@ -251,8 +241,8 @@ def test_smollm2_capture_is_the_models_own_attention() -> None:
     assert checkpoint.quantization == "GGUF Q4_1 (210 tensors Q4_1, 61 F32, 1 Q8_0)"
     words = ["Down", "Ġthe", "ĠRabbit", "-", "H", "ole", ",", "Ġ", "1", "2"]
     assert checkpoint.tokenizer().tokenize("Down the Rabbit-Hole, 12") == words
-    batch = prepare(checkpoint, samples=1, max_length=32).batch
-    outputs: dict[int, torch.Tensor] = {}
+    batch = lb.prepare(checkpoint, samples=1, max_length=32).batch
+    outputs = {}
     for i in (0, 15):
         projection = checkpoint.model.layers[i].self_attn.o_proj
         projection.register_forward_pre_hook(

@@ -1,7 +1,6 @@
 """Ready inputs, lengths, hub datasets, tokenizers and processors; what is refused, in one table."""
 
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import datasets
@@ -19,27 +18,26 @@ from support.models import AFFINE, LLAMA, MODERN, build
 import lipbound as lb
 from lipbound.errors import CheckpointError, InputsError, Notice
 from lipbound.models.checkpoint import Inputs
-from lipbound.models.inputs import prepare
 from lipbound.models.loading import Checkpoint, load_checkpoint
 from lipbound.models.readers import DEFAULT_TEXT, PHOTOGRAPHS
 
 
 @pytest.fixture(scope="module")
-def bert(bert: Path) -> Checkpoint:
+def bert(bert):
     return load_checkpoint(bert)
 
 
 @pytest.fixture(scope="module")
-def vit(vit: Path) -> Checkpoint:
+def vit(vit):
     return load_checkpoint(vit)
 
 
 TEXTS = ["the ferry is in a clock", "keeper", "   ", "a lighthouse and the island"]
 
 
-def test_minilm_windows_begin_like_plain_truncation() -> None:
+def test_minilm_windows_begin_like_plain_truncation():
     checkpoint = load_checkpoint("builtin:minilm")
-    batch = prepare(checkpoint, None, samples=3, max_length=32).batch
+    batch = lb.prepare(checkpoint, None, samples=3, max_length=32).batch
     text = DEFAULT_TEXT.read_text()
     plain = checkpoint.tokenizer()(text, truncation=True, max_length=32, return_tensors="pt")
     assert batch["input_ids"].shape == (3, 32)
@@ -48,33 +46,31 @@ def test_minilm_windows_begin_like_plain_truncation() -> None:
     assert bool((batch["attention_mask"] == 1).all())
 
 
-def test_default_photographs_are_those_of_scikit_image_as_builtin_models_see_them() -> None:
+def test_default_photographs_are_those_of_scikit_image_as_builtin_models_see_them():
     """Numbers that were published on the large ones are those on the small ones."""
     images = sorted(PHOTOGRAPHS.glob("*.png"))
     assert sum(image.stat().st_size for image in images) < 5e5
     folder = Path(skimage.__file__).parent / "data"
     large = [next(folder.glob(f"{image.stem[2:]}*.*g")) for image in images]
     checkpoint = load_checkpoint("builtin:vit")
-    found, expected = prepare(checkpoint), prepare(checkpoint, large)
+    found, expected = lb.prepare(checkpoint), lb.prepare(checkpoint, large)
     assert (found.samples, found.description) == (8, "photographs from scikit-image")
     assert torch.equal(found.batch["pixel_values"], expected.batch["pixel_values"])
 
 
-def test_ready_inputs(bert: Checkpoint, tmp_path: Path) -> None:
+def test_ready_inputs(bert, tmp_path):
     ids = {"input_ids": torch.arange(12).view(3, 4)}
     save_file(ids, tmp_path / "ready.safetensors")
-    found = [prepare(bert, data, samples=2) for data in (ids, tmp_path / "ready.safetensors")]
+    found = [lb.prepare(bert, data, samples=2) for data in (ids, tmp_path / "ready.safetensors")]
     assert all(torch.equal(one.batch["input_ids"], ids["input_ids"][:2]) for one in found)
-    assert found[0].fingerprint == found[1].fingerprint != prepare(bert, ids).fingerprint
-    assert prepare(bert, ids).samples == 3
+    assert found[0].fingerprint == found[1].fingerprint != lb.prepare(bert, ids).fingerprint
+    assert lb.prepare(bert, ids).samples == 3
 
 
-def test_hub_datasets_are_named_with_split_and_config(
-    bert: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hub_datasets_are_named_with_split_and_config(bert, monkeypatch):
     asked = []
 
-    def fake(repo: str, config: str | None = None, split: str | None = None) -> datasets.Dataset:
+    def fake(repo, config=None, split=None):
         asked.append((repo, config, split))
         return datasets.Dataset.from_dict({"text": TEXTS})
 
@@ -82,9 +78,9 @@ def test_hub_datasets_are_named_with_split_and_config(
     hub, splits = Mock(), ["train", "validation"]
     monkeypatch.setattr("lipbound.models.readers.HfApi", hub)
     monkeypatch.setattr(datasets, "get_dataset_split_names", lambda repo, config: splits)
-    found = prepare(bert, "owner/news:small", max_length=40)
+    found = lb.prepare(bert, "owner/news:small", max_length=40)
     assert found.description == "owner/news:small, validation split"
-    prepare(bert, "news", split="extra", max_length=40)
+    lb.prepare(bert, "news", split="extra", max_length=40)
     assert asked == [("owner/news", "small", "validation"), ("news", None, "extra")]
     monkeypatch.undo()
     # `datasets` tries for half a minute, unless it is told that there is no hub
@@ -94,15 +90,15 @@ def test_hub_datasets_are_named_with_split_and_config(
     monkeypatch.setattr("datasets.load.HfApi", Mock(return_value=Mock(hf_hub_download=asked_again)))
     for name in ("news", "news!"):
         with pytest.raises(InputsError, match=rf"^data '{name}' could not .*, \['{name}'\], or in"):
-            prepare(bert, name, max_length=40)
+            lb.prepare(bert, name, max_length=40)
     assert not asked_again.called
     assert not datasets.config.HF_HUB_OFFLINE
 
 
-def test_positions(bert: Checkpoint) -> None:
+def test_positions(bert):
     """RoBERTa's begin behind the padding index, XLNet declares -1, dynamic rotary tables grow."""
 
-    def of(make: Any) -> int | None:
+    def of(make):
         return Checkpoint(build(make), "", "", None).positions
 
     assert [of(AFFINE[name]) for name in ("bert", "roberta", "gpt2")] == [40, 38, 40]
@@ -113,18 +109,16 @@ def test_positions(bert: Checkpoint) -> None:
     config = tf.XLNetConfig(vocab_size=60, d_model=24, n_layer=1, n_head=4, d_inner=32)
     checkpoint = Checkpoint(build(lambda: tf.XLNetModel(config)), "xlnet", "", None)
     assert checkpoint.positions is None
-    assert prepare(checkpoint, {"input_ids": torch.ones(1, 200, dtype=torch.long)}).samples == 1
+    assert lb.prepare(checkpoint, {"input_ids": torch.ones(1, 200, dtype=torch.long)}).samples == 1
 
 
-def test_a_length_that_was_not_asked_for_is_what_the_model_takes(
-    bert: Checkpoint, tmp_path: Path
-) -> None:
+def test_a_length_that_was_not_asked_for_is_what_the_model_takes(bert, tmp_path):
     """Windows and several texts, in a run too, which is found again by what it recorded."""
     story, note = "the ferry is in a clock " * 20, "texts are cut at 40 tokens, the positions of "
     for data in (story, [story, "the keeper"]):
         with pytest.warns(Notice, match=note):
-            inputs = prepare(bert, data)
-        asked = prepare(bert, data, max_length=40)
+            inputs = lb.prepare(bert, data)
+        asked = lb.prepare(bert, data, max_length=40)
         assert torch.equal(inputs.batch["input_ids"], asked.batch["input_ids"])
         assert inputs.preprocessing == asked.preprocessing
     ds = lb.compare(bert.name, story, samples=1, bounds="none", out=tmp_path / "run.zarr")
@@ -135,7 +129,7 @@ def test_a_length_that_was_not_asked_for_is_what_the_model_takes(
 
 NOT_FINITE = {"inputs_embeds": torch.full((1, 3, 24), torch.nan)}
 PICTURE = Image.fromarray(np.zeros((20, 20, 3), dtype=np.uint8))
-BAD: list[tuple[str, Any, str]] = [
+BAD = [
     # which model, data, and what must be said; files of all kinds are in tests/test_bad_inputs.py
     ("bert", [], "empty list"),
     ("bert", [" ", ""], "no text in it"),
@@ -151,16 +145,16 @@ BAD: list[tuple[str, Any, str]] = [
 ]
 
 
-def test_bad_data(bert: Checkpoint, vit: Checkpoint) -> None:
+def test_bad_data(bert, vit):
     for model, data, words in BAD:
         model = {"bert": bert, "vit": vit}[model]
-        refused(lambda m=model, d=data: prepare(m, d, max_length=40), words, error=InputsError)
+        refused(lambda m=model, d=data: lb.prepare(m, d, max_length=40), words, error=InputsError)
     for number in ("some", 1.5, 0, True):
         words = "it must be a whole number, at least 1, or 'all'"
-        refused(lambda n=number: prepare(bert, TEXTS, samples=n), words, error=InputsError)
+        refused(lambda n=number: lb.prepare(bert, TEXTS, samples=n), words, error=InputsError)
 
 
-def test_tokenizers_and_processors_are_lent(bert: Checkpoint, vit: Checkpoint) -> None:
+def test_tokenizers_and_processors_are_lent(bert, vit):
     lent = load_checkpoint(bert.name, tokenizer="Builtin:gpt2").tokenizer()
     own = load_checkpoint("builtin:gpt2").tokenizer()
     assert lent("the clock")["input_ids"] == own("the clock")["input_ids"]
@@ -170,15 +164,15 @@ def test_tokenizers_and_processors_are_lent(bert: Checkpoint, vit: Checkpoint) -
         load_checkpoint(bert.name, tokenizer="builtin:gpt3")
 
 
-def test_settings_of_the_forward_pass_are_passed_on() -> None:
+def test_settings_of_the_forward_pass_are_passed_on():
     """Images of another size than the model's, which its positions are interpolated for."""
     vit = build(AFFINE["vit"])
     pixels = torch.randn(2, 3, 24, 24, generator=torch.Generator().manual_seed(0))
     batch = {"pixel_values": pixels, "interpolate_pos_encoding": True}
-    inputs = prepare(load_checkpoint(vit), batch)
+    inputs = lb.prepare(load_checkpoint(vit), batch)
     assert inputs.options == {"interpolate_pos_encoding": True}
     assert inputs.fingerprint != Inputs(inputs.batch, "").fingerprint
     ds = lb.compare(vit, batch, bounds=["lipbound"], exact_samples=1, progress=False)
     assert ds.attrs["tokens"] == 37
     with pytest.raises(InputsError, match="smaller is no setting of ViTModel's forward pass"):
-        prepare(load_checkpoint(vit), {**batch, "smaller": True})
+        lb.prepare(load_checkpoint(vit), {**batch, "smaller": True})

@@ -2,7 +2,6 @@
 
 import math
 import warnings
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -21,40 +20,40 @@ X = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(0))
 class OwnAttention(QKV):
     """Two heads, whose outputs a function makes of queries, keys and values."""
 
-    def __init__(self, made: Callable[["OwnAttention", Tensor, Tensor, Tensor], Tensor]) -> None:
+    def __init__(self, made):
         super().__init__(16, 2)
         self.mix, self.score = nn.Parameter(torch.randn(2, 2)), nn.Linear(8, 1)
         self.made = made
 
-    def heads(self, x: Tensor) -> Tensor:
+    def heads(self, x):
         return self.made(self, *self.qkv(x))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.o(joined(self.heads(x)))
 
 
-def softmax(h: OwnAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def softmax(h, q, k, v):
     return sdpa(q, k, v)
 
 
-def exp_and_sum(h: OwnAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def exp_and_sum(h, q, k, v):
     e = (q @ k.mT / 8**0.5).exp()
     return e / e.sum(-1, keepdim=True) @ v
 
 
-def sigmoid(h: OwnAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def sigmoid(h, q, k, v):
     return torch.einsum("bhnm,bhmd->bhnd", (q @ k.mT - math.log(6)).sigmoid(), v)
 
 
-def linear(h: OwnAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def linear(h, q, k, v):
     return q.softmax(-1) @ (k.softmax(-2).mT @ v)
 
 
-def additive(h: OwnAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def additive(h, q, k, v):
     return h.score((q[:, :, :, None] + k[:, :, None]).tanh()).squeeze(-1).softmax(-1) @ v
 
 
-def part_of_softmax(h: OwnAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def part_of_softmax(h, q, k, v):
     """With a key that is nothing."""
     return F.pad(q @ k.mT, (0, 1)).softmax(-1)[..., :-1] @ v
 
@@ -65,7 +64,7 @@ LEFT_OUT = [exp_and_sum, sigmoid, linear, additive, part_of_softmax]
 class Gated(nn.Module):
     """A feed-forward part, behind a normalisation whose name says what it follows."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.post_attention, self.up, self.down = (
             nn.LayerNorm(16),
@@ -73,7 +72,7 @@ class Gated(nn.Module):
             nn.Linear(16, 16),
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         a, b = self.up(self.post_attention(x)).chunk(2, -1)
         return self.down(a * b.softmax(-1))
 
@@ -81,33 +80,33 @@ class Gated(nn.Module):
 class Convolution(nn.Conv1d):
     """Three tokens at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(16, 16, 3, padding=1)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return super().forward(x.mT).mT
 
 
 class Model(nn.Module):
     """Some parts one after the other, in a list or not."""
 
-    def __init__(self, *parts: Callable[[], nn.Module], listed: bool = False) -> None:
+    def __init__(self, *parts, listed=False):
         super().__init__()
         torch.manual_seed(0)
         made = [one() for one in parts]
         self.parts = nn.ModuleList(made) if listed else nn.Sequential(*made)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for part in self.parts:
             x = x + part(x)
         return x
 
 
-def plain() -> OwnAttention:
+def plain():
     return OwnAttention(softmax)
 
 
-def said(model: nn.Module) -> tuple[int, list[str]]:
+def said(model):
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         layers = lb.capture(model.eval(), X)
@@ -115,8 +114,8 @@ def said(model: nn.Module) -> tuple[int, list[str]]:
 
 
 @pytest.mark.parametrize("made", LEFT_OUT, ids=lambda f: f.__name__)
-def test_attention_of_another_kind_is_named_with_its_count(made: Callable[..., Tensor]) -> None:
-    def other() -> OwnAttention:
+def test_attention_of_another_kind_is_named_with_its_count(made):
+    def other():
         return OwnAttention(made)
 
     count, (note,) = said(Model(plain, other, other))
@@ -128,13 +127,13 @@ def test_attention_of_another_kind_is_named_with_its_count(made: Callable[..., T
 
 
 @pytest.mark.parametrize("name", ["LinearAttention", "WindowAttn", "MHSA", "GroupedMHA"])
-def test_attention_is_known_by_its_name(name: str) -> None:
+def test_attention_is_known_by_its_name(name):
     other = partial(type(name, (OwnAttention,), {}), linear)
     count, (note,) = said(Model(plain, other))
     assert (count, note.endswith(f"in 1 module: parts.1 ({name}) of Model")) == (1, True)
 
 
-def test_runs_say_so() -> None:
+def test_runs_say_so():
     model = Model(plain, lambda: OwnAttention(additive)).eval()
     with pytest.warns(lb.Notice, match="attention of unknown make"):
         ds = lb.compare(model, {"x": X}, bounds=["lipbound"], progress=False)
@@ -145,34 +144,34 @@ def test_runs_say_so() -> None:
 class AttentionInParts(OwnAttention):
     """Attention that is seen, beside a part that is called so and computes none."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(softmax)
         self.after_attention = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 16))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.after_attention(super().forward(x))
 
 
-def test_nothing_is_said_of_parts_of_attention_and_of_other_modules() -> None:
+def test_nothing_is_said_of_parts_of_attention_and_of_other_modules():
     assert said(Model(AttentionInParts, Gated, AttentionInParts, Gated)) == (2, [])
     alone = r"has no attention that .* \(it seems to have no attention layers\)"
     with pytest.raises(lb.errors.CaptureError, match=alone):
         lb.capture(Model(Gated).eval(), X)
 
 
-def test_of_a_list_of_layers_those_with_attention_are_counted() -> None:
+def test_of_a_list_of_layers_those_with_attention_are_counted():
     count, notes = said(Model(plain, Gated, Convolution, Convolution, plain, listed=True))
     told = "was found in 2 of 5 layers in parts; what the others do to tokens is left out"
     assert (count, len(notes), told in notes[0]) == (2, 1, True)
     assert said(Model(plain, Convolution)) == (1, [])
 
 
-def talking(h: OwnAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def talking(h, q, k, v):
     scores = torch.einsum("hg,bhnm->bgnm", h.mix, torch.einsum("bhnd,bhmd->bhnm", q, k))
     return torch.einsum("hg,bhnm->bgnm", h.mix, scores.softmax(-1)) @ v
 
 
-def talking_by_products(h: OwnAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def talking_by_products(h, q, k, v):
     p = torch.einsum("bhij,hg->bgij", q @ k.mT, h.mix).softmax(-1)
     return joined(torch.einsum("bhij,hg->bgij", p, h.mix) @ v).unflatten(-1, (2, 8)).transpose(1, 2)
 
@@ -182,15 +181,13 @@ def clamped(t: Tensor, most: float) -> Tensor:
     return (t / most).tanh() * most
 
 
-def softclamped(h: OwnAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def softclamped(h, q, k, v):
     return clamped(q @ k.mT / 8**0.5, 3.0).softmax(-1) @ v
 
 
 @pytest.mark.filterwarnings("ignore::lipbound.errors.Notice")
 @pytest.mark.parametrize("made", [talking, talking_by_products, softclamped])
-def test_heads_that_are_mixed_and_scores_that_are_clamped_are_measured(
-    made: Callable[..., Tensor],
-) -> None:
+def test_heads_that_are_mixed_and_scores_that_are_clamped_are_measured(made):
     torch.manual_seed(0)
     model = OwnAttention(made).eval()
     (layer,) = lb.capture(model, X)
@@ -199,7 +196,7 @@ def test_heads_that_are_mixed_and_scores_that_are_clamped_are_measured(
     check(layer, torch.stack(exact), sample=slice(None), tol=1e-8, rtol=1e-6)
 
 
-def test_the_ways_that_a_refusal_names_are_there() -> None:
+def test_the_ways_that_a_refusal_names_are_there():
     """What it says of operator_norm and of Attention gives the right numbers."""
     torch.manual_seed(0)
     model, x = OwnAttention(exp_and_sum).double().eval(), X[:1].double()

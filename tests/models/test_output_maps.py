@@ -12,8 +12,6 @@ from support.modules import norms, sdpa, split
 from torch import Tensor, nn
 
 import lipbound as lb
-from lipbound.attention.layer import Attention
-from lipbound.attention.module_attention import ModuleAttention
 from lipbound.models.capture.capture import Capturer
 
 X = torch.randn(2, 5, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -23,18 +21,18 @@ CONSTANT = torch.linspace(-1, 2, 12, dtype=torch.float64)
 class Wrapper(nn.Module):
     """A linear map and one of low rank beside it, as adapters are."""
 
-    def __init__(self, inside: nn.Module) -> None:
+    def __init__(self, inside):
         super().__init__()
         self.base, self.a, self.b = inside, nn.Linear(12, 2, bias=False), nn.Linear(2, 12)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.base(x) + 4 * self.b(self.a(x))
 
 
 class Scaling(Wrapper):
     """What its own linear map is given is not what it is given."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.base(x * CONSTANT.to(x))
 
 
@@ -53,19 +51,19 @@ class Heads(nn.Module):
     only: int | None = None
     """The head whose outputs are kept, for reference."""
 
-    def __init__(self, by_hand: bool, end: Ends = lambda m, o, x: m.out(o.flatten(2))) -> None:
+    def __init__(self, by_hand, end=lambda m, o, x: m.out(o.flatten(2))):
         super().__init__()
         self.qkv, self.by_hand, self.end = nn.Linear(12, 36), by_hand, end
         self.out: nn.Module = nn.Linear(12, 12)
 
-    def heads(self, x: Tensor) -> Tensor:
+    def heads(self, x):
         q, k, v = (split(t, 3) for t in self.qkv(x).chunk(3, -1))
         made = (q @ k.mT / 2).softmax(-1) @ v if self.by_hand else sdpa(q, k, v)
         if self.only is not None:
             made = made * (torch.arange(3) == self.only)[:, None, None]
         return made.transpose(1, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.end(self, self.heads(x), x)
 
 
@@ -78,11 +76,11 @@ ENDS: dict[str, Ends] = {
 ABLATION = torch.tensor([1.0] * 4 + [0.0] * 4 + [3.0] * 4)
 
 
-def twice(_: nn.Module, args: Any, named: dict[str, Tensor]) -> Any:
+def twice(_, args, named):
     return tuple(2 * x for x in args), {name: 2 * x for name, x in named.items()}
 
 
-def change(module: Heads, case: str) -> None:
+def change(module, case):
     """Put something before or behind parts of a module."""
     if "wrapper" in case:
         module.out = (Scaling if "scales" in case else Wrapper)(module.out)
@@ -105,7 +103,7 @@ CASES = (
 )
 
 
-def made(case: str, by_hand: bool) -> Heads:
+def made(case, by_hand):
     torch.manual_seed(1)
     end = ENDS.get(case.removesuffix(" and a hook"))
     module = Heads(by_hand) if end is None else Heads(by_hand, end)
@@ -113,26 +111,26 @@ def made(case: str, by_hand: bool) -> Heads:
     return module.double().eval()
 
 
-def dense(module: Callable[[Tensor], Tensor], tokens: Tensor = X) -> Tensor:
+def dense(module, tokens=X):
     """Norms of the Jacobians of a function at every sample."""
     return torch.cat([norms(lambda x: module(x).flatten(0, 1)[:, None], x[None]) for x in tokens])
 
 
-def check(layer: Any, map: str, expected: Tensor, rtol: float = 1e-7) -> None:
+def check(layer, map, expected, rtol=1e-7):
     torch.testing.assert_close(measured(layer, map), expected, rtol=rtol, atol=1e-12)
 
 
-def measured(layer: Any, name: str) -> Tensor:
+def measured(layer, name):
     return lb.spectral_norm(layer, map=name, tol=1e-9).lower
 
 
 @pytest.mark.parametrize("closed", [True, False])
 @pytest.mark.parametrize("by_hand", [True, False])
 @pytest.mark.parametrize("case", CASES)
-def test_what_stands_between_is_counted_once(case: str, by_hand: bool, closed: bool) -> None:
+def test_what_stands_between_is_counted_once(case, by_hand, closed):
     module = made(case, by_hand)
     (layer,) = lb.capture(module, {"x": X}, closed=closed)
-    assert type(layer) is (Attention if closed else ModuleAttention)
+    assert type(layer) is (lb.Attention if closed else lb.ModuleAttention)
     check(layer, "layer", dense(module))
     single = []
     for module.only in range(3):
@@ -143,11 +141,11 @@ def test_what_stands_between_is_counted_once(case: str, by_hand: bool, closed: b
     check(layer, "head", torch.stack(heads))
 
 
-def clamped(module: Heads) -> None:
+def clamped(module):
     module.out.register_forward_hook(lambda _, args, made: made.clamp(-0.2, 0.2))
 
 
-def normalised(module: Heads) -> None:
+def normalised(module):
     module.register_forward_hook(lambda _, args, made: made / made.norm(dim=-1, keepdim=True))
 
 
@@ -159,15 +157,13 @@ def normalised(module: Heads) -> None:
         (normalised, "makes something of the outputs of its heads that is not affine"),
     ],
 )
-def test_a_map_that_is_not_affine_is_automatic_and_told(
-    change: Callable[[Heads], None], told: str, closed: bool
-) -> None:
+def test_a_map_that_is_not_affine_is_automatic_and_told(change, told, closed):
     torch.manual_seed(1)
     module = Heads(False).double()
     (reference,) = lb.capture(module, {"x": X})
     change(module)
     (layer,) = lb.capture(module, {"x": X}, closed=closed)
-    assert isinstance(layer, ModuleAttention)
+    assert isinstance(layer, lb.ModuleAttention)
     assert not closed or told in layer.reason
     check(layer, "layer", dense(module))
     check(layer, "head", measured(reference, "head"))
@@ -175,7 +171,7 @@ def test_a_map_that_is_not_affine_is_automatic_and_told(
         measured(layer, "head_out")
 
 
-def test_a_residual_connection_inside_is_no_part_of_it() -> None:
+def test_a_residual_connection_inside_is_no_part_of_it():
     torch.manual_seed(1)
     module = Heads(False, lambda m, o, x: x + 3 * m.out(o.flatten(2))).double()
     (layer,) = lb.capture(module, {"x": X})
@@ -185,9 +181,7 @@ def test_a_residual_connection_inside_is_no_part_of_it() -> None:
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
-def test_maps_of_torch_layers(
-    norm: type[nn.LayerNorm | nn.RMSNorm], norm_first: bool, batch_first: bool
-) -> None:
+def test_maps_of_torch_layers(norm, norm_first, batch_first):
     torch.manual_seed(2)
     layer = nn.TransformerEncoderLayer(12, 3, 8, batch_first=batch_first, norm_first=norm_first)
     layer.add_module("norm1", norm(12))
@@ -198,10 +192,10 @@ def test_maps_of_torch_layers(
     attention = layer.self_attn
     attention.batch_first = True
 
-    def alone(x: Tensor) -> Tensor:
+    def alone(x):
         return attention(x, x, x, need_weights=False)[0]
 
-    def block(x: Tensor) -> Tensor:
+    def block(x):
         return x + alone(layer.norm1(x)) if norm_first else layer.norm1(x + alone(x))
 
     inner = layer.norm1(X) if norm_first else X
@@ -215,7 +209,7 @@ def test_maps_of_torch_layers(
     torch.testing.assert_close(found.w_o.flatten(0, 1), attention.out_proj.weight.mT.detach())
 
 
-def test_released_weights_are_probed_again_with_their_wrappers() -> None:
+def test_released_weights_are_probed_again_with_their_wrappers():
     model = build(MODERN["Llama"])
     capturer, inputs = Capturer(model, around=True), inputs_for(model)
     capturer.run(inputs)

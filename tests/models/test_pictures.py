@@ -2,8 +2,6 @@
 
 import io
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
 import datasets
 import numpy as np
@@ -12,12 +10,9 @@ import pytest
 import torch
 from PIL import Image
 from support.checks import refused
-from torch import Tensor
 
 import lipbound as lb
-from lipbound.errors import InputsError, Notice
-from lipbound.models.inputs import prepare
-from lipbound.models.loading import Checkpoint, load_checkpoint
+from lipbound.models.loading import load_checkpoint
 from lipbound.models.readers import rgb
 
 RAMP = np.linspace(0, 255, 400).reshape(20, 20).round()
@@ -26,38 +21,36 @@ RANDOM = np.random.default_rng(0).integers(0, 255, (3, 12, 20, 3), dtype=np.uint
 
 
 @pytest.fixture(scope="module")
-def checkpoint(vit: Path) -> Checkpoint:
+def checkpoint(vit):
     return load_checkpoint(vit)
 
 
-def grey(values: np.ndarray) -> Image.Image:
+def grey(values):
     return Image.fromarray(values.astype(np.uint8))
 
 
-def pixels(checkpoint: Checkpoint, data: Any, **options: Any) -> Tensor:
-    return prepare(checkpoint, data, **options).batch["pixel_values"]
+def pixels(checkpoint, data, **options):
+    return lb.prepare(checkpoint, data, **options).batch["pixel_values"]
 
 
 @pytest.mark.parametrize(("dtype", "mode"), [("uint16", "I;16"), ("int32", "I"), ("float32", "F")])
-def test_depths_of_more_than_8_bits_are_refused(
-    checkpoint: Checkpoint, dtype: str, mode: str, tmp_path: Path
-) -> None:
+def test_depths_of_more_than_8_bits_are_refused(checkpoint, dtype, mode, tmp_path):
     """What white is, their numbers do not say."""
     picture = Image.fromarray(RAMP.astype(dtype))
     picture.save(tmp_path / "x.tif")
     for data in (tmp_path / "x.tif", [picture]):
         words = f" is not a readable image: it is of mode {mode}", "bring it to 8 bits"
-        refused(lambda d=data: prepare(checkpoint, d), *words, error=InputsError)
+        refused(lambda d=data: lb.prepare(checkpoint, d), *words, error=lb.errors.InputsError)
 
 
-def with_alpha(alpha: int) -> Image.Image:
+def with_alpha(alpha):
     picture = np.full((8, 8, 4), 255, dtype=np.uint8)
     picture[..., :3], picture[:4, :, 3] = (200, 0, 0), alpha
     return Image.fromarray(picture)
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "RGBa", "PA"])
-def test_transparent_parts_are_laid_on_white(mode: str) -> None:
+def test_transparent_parts_are_laid_on_white(mode):
     if mode == "PA":
         pytest.importorskip("PIL", "12.0", reason="older ones make such pictures without alpha")
     told = Counter[str]()
@@ -68,7 +61,7 @@ def test_transparent_parts_are_laid_on_white(mode: str) -> None:
     assert "laid on white" in next(iter(told))
 
 
-def test_half_transparent_grey_and_opaque_colours() -> None:
+def test_half_transparent_grey_and_opaque_colours():
     values = np.stack([np.zeros((4, 4)), np.full((4, 4), 128)], -1).astype(np.uint8)
     assert set(np.asarray(rgb(Image.fromarray(values), Counter())).ravel().tolist()) == {127}
     opaque, told = with_alpha(255), Counter[str]()
@@ -76,7 +69,7 @@ def test_half_transparent_grey_and_opaque_colours() -> None:
     assert not told
 
 
-def test_the_camera_was_held_upright(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_the_camera_was_held_upright(checkpoint, tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6  # to be turned by a quarter, clockwise
     Image.fromarray(RANDOM[0]).save(tmp_path / "turned.png", exif=exif)
@@ -86,17 +79,17 @@ def test_the_camera_was_held_upright(checkpoint: Checkpoint, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("ending", ["gif", "tif"])
-def test_later_frames_are_told(checkpoint: Checkpoint, ending: str, tmp_path: Path) -> None:
+def test_later_frames_are_told(checkpoint, ending, tmp_path):
     file, frames = tmp_path / f"moving.{ending}", [grey(RAMP), grey(255 - RAMP)]
     frames[0].save(file, save_all=True, append_images=frames[1:])
-    with pytest.warns(Notice, match="1 of 1 images have further frames, which were left out"):
+    with pytest.warns(lb.Notice, match="1 of 1 images have further frames, which were left out"):
         found = pixels(checkpoint, file, samples=1)
     assert torch.allclose(found, pixels(checkpoint, frames[0]), atol=0.02)
 
 
-def test_notes_are_in_the_run(vit: Path) -> None:
+def test_notes_are_in_the_run(vit):
     options = {"bounds": ["castin"], "delta": None, "layers": 0, "progress": False}
-    with pytest.warns(Notice, match="laid on white"):
+    with pytest.warns(lb.Notice, match="laid on white"):
         ds = lb.compare(vit, [with_alpha(0)], **options)
     assert any("laid on white" in note for note in ds.attrs["notes"])
     assert ds.attrs["preprocessing"].endswith(
@@ -105,7 +98,7 @@ def test_notes_are_in_the_run(vit: Path) -> None:
     )
 
 
-def test_pictures_wherever_they_are(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_pictures_wherever_they_are(checkpoint, tmp_path):
     pictures = [Image.fromarray(values) for values in RANDOM]
     names = [tmp_path / f"{k}.png" for k in range(3)]
     for name, picture in zip(names, pictures, strict=True):
@@ -127,32 +120,32 @@ def test_pictures_wherever_they_are(checkpoint: Checkpoint, tmp_path: Path) -> N
         (["9.png"], "data holds 9.png, which is no such file"),
         ([RANDOM[0].astype(np.float64)], "holds items of type ndarray, but "),
     ):
-        refused(lambda d=data: prepare(checkpoint, d), words, error=InputsError)
+        refused(lambda d=data: lb.prepare(checkpoint, d), words, error=lb.errors.InputsError)
 
 
-def test_rows_that_are_no_images(checkpoint: Checkpoint) -> None:
+def test_rows_that_are_no_images(checkpoint):
     good = io.BytesIO()
     grey(RAMP).save(good, "png")
     rows = [{"bytes": good.getvalue(), "path": None}, {"bytes": b"garbage", "path": None}]
     table = datasets.Dataset.from_dict({"image": rows}).cast_column("image", datasets.Image())
-    assert prepare(checkpoint, table, samples=1).samples == 1
+    assert lb.prepare(checkpoint, table, samples=1).samples == 1
     for data in (table, table.to_iterable_dataset()):
         words = "a dataset cannot be read after 1 rows: "
-        refused(lambda d=data: prepare(checkpoint, d), words, error=InputsError)
+        refused(lambda d=data: lb.prepare(checkpoint, d), words, error=lb.errors.InputsError)
 
 
-def test_folders_of_classes(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_folders_of_classes(checkpoint, tmp_path):
     rng = np.random.default_rng(0)
     for name in ("cat", "dog", "owl"):
         (tmp_path / name).mkdir()
         for k in range(6):
             grey(rng.integers(0, 255, (16, 16))).save(tmp_path / name / f"{k}.png")
     first = pixels(checkpoint, tmp_path, samples=4)
-    whole = prepare(checkpoint, tmp_path, samples="all")
+    whole = lb.prepare(checkpoint, tmp_path, samples="all")
     every = whole.batch["pixel_values"]
     assert (whole.samples, whole.notes) == (18, [])
     assert torch.equal(every[:4], first)
-    drawn = prepare(checkpoint, tmp_path, samples=6, shuffle=3)
+    drawn = lb.prepare(checkpoint, tmp_path, samples=6, shuffle=3)
     assert drawn.description.endswith(", shuffled with seed 3")
     assert not drawn.notes
     mine = drawn.batch["pixel_values"]

@@ -2,23 +2,19 @@
 name."""
 
 import json
-from pathlib import Path
 
 import torch
 import transformers as tf
 from safetensors.torch import load_file, save_file
 from support.checks import refused
 from support.models import IDS, LLAMA, build, inputs_for
-from torch import Tensor
 
 import lipbound as lb
-from lipbound.errors import CheckpointError
-from lipbound.models.loading import load_checkpoint
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
-def save_fp8(folder: Path, block: int = 4) -> dict[str, Tensor]:
+def save_fp8(folder, block=4):
     """A Llama with projections in float8 and a scale for every block; returns what its weights
     stand for."""
     build(lambda: tf.LlamaModel(tf.LlamaConfig(**LLAMA, **IDS))).save_pretrained(folder)
@@ -43,15 +39,15 @@ def save_fp8(folder: Path, block: int = 4) -> dict[str, Tensor]:
     return stand_for
 
 
-def say(folder: Path, **quantization: object) -> None:
+def say(folder, **quantization):
     """Write into a folder's configuration how its weights were quantised."""
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
 
 
-def test_float8_is_turned_back_exactly(tmp_path: Path) -> None:
+def test_float8_is_turned_back_exactly(tmp_path):
     expected = save_fp8(tmp_path)
-    checkpoint = load_checkpoint(tmp_path)
+    checkpoint = lb.load_checkpoint(tmp_path)
     found = checkpoint.model.state_dict()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
@@ -65,17 +61,17 @@ METHODS = {name: NOT_TURNED.format(name) for name in ("gptq", "awq", "quanto", "
 METHODS |= {"mxfp4": "unused when it turned back what mxfp4 quantized"}  # whose scales others are
 
 
-def test_what_is_not_turned_back_is_refused_by_name(tmp_path: Path) -> None:
+def test_what_is_not_turned_back_is_refused_by_name(tmp_path):
     save_fp8(tmp_path, block=8)  # keys have 12 rows
     words = "k_proj.weight of ", " is no whole number of quantized blocks of 8 x 8"
-    refused(lambda: load_checkpoint(tmp_path), *words, error=CheckpointError)
+    refused(lambda: lb.load_checkpoint(tmp_path), *words, error=lb.errors.CheckpointError)
     for method, said in METHODS.items():
         say(tmp_path, quant_method=method, bits=4)
-        refused(lambda: load_checkpoint(tmp_path), said, error=CheckpointError)
+        refused(lambda: lb.load_checkpoint(tmp_path), said, error=lb.errors.CheckpointError)
 
 
-def test_numbers_of_one_byte_in_memory_are_refused() -> None:
+def test_numbers_of_one_byte_in_memory_are_refused():
     model = build(lambda: tf.LlamaModel(tf.LlamaConfig(**LLAMA, **IDS)))
     model.layers[0].self_attn.q_proj.to(torch.float8_e4m3fn)
     words = "q_proj.weight is float8_e4m3fn, ", " model.dequantize()"
-    refused(lambda: load_checkpoint(model), *words, error=CheckpointError)
+    refused(lambda: lb.load_checkpoint(model), *words, error=lb.errors.CheckpointError)

@@ -3,8 +3,6 @@ and a model that is left as it was; models and inputs of other makes."""
 
 import copy
 import re
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -17,12 +15,9 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import lipbound as lb
-from lipbound.attention.layer import Attention
-from lipbound.attention.module_attention import ModuleAttention
 from lipbound.errors import CaptureError, CheckpointError, LipboundError, Notice
 from lipbound.models.capture import capture as capturing
 from lipbound.models.capture import verification
-from lipbound.models.capture.capture import capture
 from lipbound.models.capture.seeing.interface import eager
 from lipbound.regularizers import JaSMin
 
@@ -32,7 +27,7 @@ CHANGED = "BitNetAttention changes its head outputs before they are projected"
 BLIND = "its mask forbids some token every key (its sliding window is 0 tokens wide)"
 PAIR = "its normalisation ZayaQKNorm is of unknown make: it takes more than one tensor"
 NO_WINDOW = {**NARROW, "sliding_window": 0}
-REASONS: dict[str, tuple[Callable[[], tf.PreTrainedModel], str]] = {
+REASONS = {
     "two softmaxes": (lambda: tf.DiffLlamaModel(tf.DiffLlamaConfig(**LLAMA)), TWICE),
     "normalised heads": (lambda: tf.BitNetModel(tf.BitNetConfig(**LLAMA, **IDS)), CHANGED),
     "a window of nothing": (lambda: tf.MistralModel(tf.MistralConfig(**NO_WINDOW)), BLIND),
@@ -45,90 +40,90 @@ LACKING = {
 
 
 @pytest.mark.parametrize("kind", marked(REASONS, LACKING))
-def test_the_reason_is_the_true_one(kind: str) -> None:
+def test_the_reason_is_the_true_one(kind):
     """Why a layer has no closed form, or why it cannot be measured at all."""
     make, reason = REASONS[kind]
     model = build(make)
     told = re.escape(reason.partition("Attention ")[2] or reason)
     with pytest.warns(Notice, match="by automatic differentiation.*: .*" + told):
-        layers = capture(model, inputs_for(model))
-    assert all(reason in one.reason for one in layers if isinstance(one, ModuleAttention))
-    assert any(isinstance(layer, ModuleAttention) for layer in layers)
+        layers = lb.capture(model, inputs_for(model))
+    assert all(reason in one.reason for one in layers if isinstance(one, lb.ModuleAttention))
+    assert any(isinstance(layer, lb.ModuleAttention) for layer in layers)
 
 
 class Reading(nn.Module):
     """Normalises by the weights of another module, which it does not call."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm = nn.LayerNorm(8)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return nn.functional.layer_norm(x, (8,), self.norm.weight)
 
 
-def test_norms_and_positions_of_an_unknown_make() -> None:
+def test_norms_and_positions_of_an_unknown_make():
     model = build(MODERN["Qwen 3"])
     model.layers[1].self_attn.q_norm = Reading()
-    layers = capture(model, inputs_for(model))
-    assert isinstance(layers[0], Attention)
+    layers = lb.capture(model, inputs_for(model))
+    assert isinstance(layers[0], lb.Attention)
     assert "LayerNorm is of unknown make: the layer itself reads its weight" in layers[1].reason
     model = build(MODERN["Llama"])
 
     class Pair(tuple):
         """Cosines, sines, and something else."""
 
-        def __iter__(self) -> Any:
+        def __iter__(self):
             return iter(tuple.__getitem__(self, slice(0, 2)))
 
     model.rotary_emb.register_forward_hook(lambda module, args, found: Pair((*found, 3)))
-    reason = capture(model, inputs_for(model))[0].reason
+    reason = lb.capture(model, inputs_for(model))[0].reason
     assert "positions of unknown make (Pair)" in reason
 
 
 class Convolution(nn.Linear):
     """A projection of each token and the one before."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return super().forward(x + x.roll(1, dims=1))
 
 
-def test_projections_of_several_tokens() -> None:
+def test_projections_of_several_tokens():
     model = build(MODERN["Llama"])
     mine = Convolution(24, 24)
     mine.load_state_dict(model.layers[1].self_attn.q_proj.state_dict())
     model.layers[1].self_attn.q_proj = mine
-    reason = capture(model, inputs_for(model))[1].reason
+    reason = lb.capture(model, inputs_for(model))[1].reason
     assert "queries are not one affine map of the layer's tokens" in reason
 
 
-def test_how_arguments_are_passed_makes_no_difference() -> None:
+def test_how_arguments_are_passed_makes_no_difference():
     """Position embeddings by position, and one tensor for queries, keys and values."""
     model = build(MODERN["Llama"])
-    expected = capture(model, inputs_for(model))
+    expected = lb.capture(model, inputs_for(model))
 
-    def by_position(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    def by_position(module, args, kwargs):
         args = args or (kwargs.pop("hidden_states"),)
         return (*args, kwargs.pop("position_embeddings"), kwargs.pop("attention_mask")), kwargs
 
     for layer in model.layers:
         layer.self_attn.register_forward_pre_hook(by_position, with_kwargs=True)
-    for a, b in zip(capture(model, inputs_for(model)), expected, strict=True):
+    for a, b in zip(lb.capture(model, inputs_for(model)), expected, strict=True):
         torch.testing.assert_close(a.out, b.out)
         assert a.variants == {"rotation"}
     ctrl = build(lambda: tf.CTRLModel(tf.CTRLConfig(**GPT2, dff=32)))
-    assert len(capture(ctrl, inputs_for(ctrl))) == 2
+    assert len(lb.capture(ctrl, inputs_for(ctrl))) == 2
 
 
-def test_the_eager_function_is_the_one_that_the_module_names() -> None:
+def test_the_eager_function_is_the_one_that_the_module_names():
     """Of two in one file, and of the file of a base class."""
     config = tf.Phi4MultimodalVisionConfig(**{**IMAGE, "num_hidden_layers": 1}, crop_size=16)
     model = build(lambda: tf.Phi4MultimodalVisionModel(config))
     attention = model.encoder.layers[0].self_attn
     assert eager(attention).__name__ == "simple_eager_attention_forward"
     mask = torch.ones(2, 4, 4, dtype=torch.bool)
-    layers = capture(model, {**PIXELS, "patch_attention_mask": mask})
-    assert isinstance(layers[0], Attention)
+    layers = lb.capture(model, {**PIXELS, "patch_attention_mask": mask})
+    assert isinstance(layers[0], lb.Attention)
     assert [one.perturbed for one in layers[1:]] == ["memory"]  # of a head with a query of its own
 
     class Mine(tf.models.bert.modeling_bert.BertSelfAttention):
@@ -136,7 +131,7 @@ def test_the_eager_function_is_the_one_that_the_module_names() -> None:
 
     bert = build(AFFINE["bert"])
     bert.encoder.layer[0].attention.self.__class__ = Mine
-    assert len(capture(bert, inputs_for(bert))) == 2
+    assert len(lb.capture(bert, inputs_for(bert))) == 2
 
 
 SEEN = ("bert", "gpt2", "vit", "Llama", "gpt-oss", "Llama 4", "T5 encoder")
@@ -144,13 +139,13 @@ SEEN = ("bert", "gpt2", "vit", "Llama", "gpt-oss", "Llama 4", "T5 encoder")
 
 @pytest.mark.filterwarnings("error::lipbound.errors.Notice")
 @pytest.mark.parametrize("family", SEEN)
-def test_nothing_is_told_where_all_is_seen(family: str) -> None:
+def test_nothing_is_told_where_all_is_seen(family):
     """Routers of experts have a softmax too."""
     model = build({**AFFINE, **MODERN}[family])
-    capture(model, inputs_for(model))
+    lb.capture(model, inputs_for(model))
 
 
-def state_of(model: nn.Module) -> list[Any]:
+def state_of(model):
     """What capture changes while it works."""
     modules = [*model.modules()]
     hooks = [(len(m._forward_pre_hooks), len(m._forward_hooks)) for m in modules]
@@ -159,9 +154,7 @@ def state_of(model: nn.Module) -> list[Any]:
 
 
 @pytest.mark.parametrize("step", ["probe", "check_rebuilt", "check_pass", "dependence", "forward"])
-def test_the_model_is_left_as_it_was_after_an_error(
-    step: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_model_is_left_as_it_was_after_an_error(step, monkeypatch):
     model = build(MODERN["Mistral"]).train()
     model.layers[0].eval()
     model.set_attn_implementation("sdpa")
@@ -170,12 +163,12 @@ def test_the_model_is_left_as_it_was_after_an_error(
         inputs["input_ids"] = inputs["input_ids"] + 60
     else:
 
-        def fail(*args: Any, **kwargs: Any) -> None:
+        def fail(*args, **kwargs):
             raise LipboundError("broken")
 
         monkeypatch.setattr(capturing if step == "probe" else verification, step, fail)
     with pytest.raises(LipboundError, match=r"broken|cannot compute with these inputs"):
-        capture(model, inputs)
+        lb.capture(model, inputs)
     for one, other in zip(state_of(model), before, strict=True):
         assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
 
@@ -187,11 +180,11 @@ TOKENS = torch.randint(3, 60, (3, 7), generator=torch.Generator().manual_seed(0)
 class OwnAttention(nn.Module):
     """Two heads."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.q, self.o = nn.Linear(16, 16), nn.Linear(16, 16)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q = self.q(x).unflatten(-1, [2, 8]).transpose(1, 2)
         return self.o(F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2))
 
@@ -206,7 +199,7 @@ TRACED = {
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("made", TRACED.values(), ids=TRACED)
-def test_traced_programs_are_refused(made: Callable[[nn.Module], Any]) -> None:
+def test_traced_programs_are_refused(made):
     program, words = (
         made(OwnAttention().eval()),
         ("a traced program ", "give the module that it was"),
@@ -216,7 +209,7 @@ def test_traced_programs_are_refused(made: Callable[[nn.Module], Any]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_traced_part_of_a_model_is_named() -> None:
+def test_a_traced_part_of_a_model_is_named():
     plain = OwnAttention().eval()
     model = nn.Sequential(plain, torch.jit.trace(plain, X))
     with pytest.warns(Notice, match=r"left out, in 1 module: 1 \(TopLevelTracedModule\) of Seq"):
@@ -224,7 +217,7 @@ def test_a_traced_part_of_a_model_is_named() -> None:
     lb.capture(torch.fx.symbolic_trace(plain), X)  # runs as it is written
 
 
-def test_weights_that_are_made_of_other_tensors_are_refused() -> None:
+def test_weights_that_are_made_of_other_tensors_are_refused():
     """As frozen ones of quanto, and those of torchao."""
     module = OwnAttention()
     module.q.weight = nn.Parameter(TwoTensor(torch.ones(16, 16), torch.ones(16, 16)))
@@ -233,7 +226,7 @@ def test_weights_that_are_made_of_other_tensors_are_refused() -> None:
     refused(lambda: lb.compare(module, {"x": X}), words, error=CheckpointError)
 
 
-def test_probabilities_that_are_not_seen_are_refused() -> None:
+def test_probabilities_that_are_not_seen_are_refused():
     config = tf.BloomConfig(vocab_size=60, hidden_size=24, n_layer=2, n_head=4)
     model = build(lambda: tf.BloomModel(config))
     refusal = pytest.raises(CaptureError, match=r"BloomModel ran, .*output_attentions=True")
@@ -246,7 +239,7 @@ def test_probabilities_that_are_not_seen_are_refused() -> None:
 
 
 @pytest.mark.parametrize("samples", [1, 2, 3])
-def test_positions_of_several_axes_go_with_their_samples(samples: int) -> None:
+def test_positions_of_several_axes_go_with_their_samples(samples):
     rope = {"rope_type": "default", "mrope_section": [1, 1, 1], "rope_theta": 1e4}
     config = tf.Qwen2VLTextConfig(**LLAMA, rope_parameters=rope, pad_token_id=0)
     model = build(lambda: tf.AutoModel.from_config(config))

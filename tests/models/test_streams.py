@@ -2,7 +2,6 @@
 or it is said."""
 
 import warnings
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,8 +16,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import lipbound as lb
-from lipbound.errors import CaptureError, Notice
-from lipbound.models.capture.capture import capture
 
 SELF_ATTENTION = {
     "bart": ("decoder.layers.0.self_attn", "out_proj"),
@@ -39,17 +36,17 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
 ATTENDED = "tokens that attention_mask marks as padding are attended to, and are measured as tokens"
 
 
-def silent(model: tf.PreTrainedModel, inputs: dict[str, Tensor]) -> list[lb.Attention]:
+def silent(model, inputs):
     """A capture of which there is nothing to tell."""
     with warnings.catch_warnings():
-        warnings.simplefilter("error", Notice)
-        return capture(model, inputs)
+        warnings.simplefilter("error", lb.Notice)
+        return lb.capture(model, inputs)
 
 
 class Wide(TorchFunctionMode):
     """Numbers stay in float64 where a model takes its softmax in float32."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is Tensor.float:
             return args[0]
         if (kwargs or {}).get("dtype") is torch.float32:
@@ -57,15 +54,13 @@ class Wide(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def told(model: nn.Module, inputs: Any, words: str) -> list[lb.Attention]:
+def told(model, inputs, words):
     """A capture of which something is told."""
-    with pytest.warns(Notice, match=words):
-        return capture(model, inputs)
+    with pytest.warns(lb.Notice, match=words):
+        return lb.capture(model, inputs)
 
 
-def dense_norms(
-    model: tf.PreTrainedModel, inputs: dict[str, Tensor], name: str, projection: str, count: int
-) -> Tensor:
+def dense_norms(model, inputs, name, projection, count):
     """Of the heads of a module at the first tokens of the second sample, by autograd through the
     model's eager attention."""
     model.set_attn_implementation("eager")
@@ -73,7 +68,7 @@ def dense_norms(
     masks = {k: t[1:] for k, t in given.items() if isinstance(t, Tensor) and len(t) == 2}
     x = masks["hidden_states"][0]
 
-    def run(first: Tensor) -> None:
+    def run(first):
         tokens = torch.cat([first, x[count:]])[None]
         with Wide():
             owner(**{**given, **masks, "hidden_states": tokens})
@@ -83,13 +78,13 @@ def dense_norms(
 
 @pytest.mark.parametrize("real", [9, 7], ids=["no mask of the decoder", "a mask of the decoder"])
 @pytest.mark.parametrize("family", SELF_ATTENTION)
-def test_a_decoder_has_its_own_padding(family: str, real: int) -> None:
+def test_a_decoder_has_its_own_padding(family, real):
     """Not the encoder's, although both have as many tokens."""
     model, (name, projection) = build(SEQ2SEQ[family]).double(), SELF_ATTENTION[family]
     inputs = {"input_ids": NINE, "decoder_input_ids": NINE + 9, "attention_mask": PADDED}
     if real < 9:
         inputs["decoder_attention_mask"] = torch.tensor([[1] * 9, [1] * real + [0] * (9 - real)])
-    encoder, decoder = capture(model, inputs, layers=[0, 1])
+    encoder, decoder = lb.capture(model, inputs, layers=[0, 1])
     assert encoder.lengths.tolist() == [9, 4]
     assert decoder.lengths.tolist() == [9, real]
     expected = dense_norms(model, inputs, name, projection, real)
@@ -98,17 +93,17 @@ def test_a_decoder_has_its_own_padding(family: str, real: int) -> None:
     assert bool((upper >= expected * (1 - 1e-9)).all())
 
 
-def test_masks_of_four_axes_without_padding_are_masks() -> None:
+def test_masks_of_four_axes_without_padding_are_masks():
     model = build(MODERN["Llama"])
     batch = inputs_for(model)
     causal = torch.full((9, 9), torch.finfo(torch.float32).min).triu(1).expand(2, 1, -1, -1)
     for mask in (causal, causal == 0):
         masked = silent(model, {**batch, "attention_mask": mask})
-        for a, b in zip(masked, capture(model, batch), strict=True):
+        for a, b in zip(masked, lb.capture(model, batch), strict=True):
             torch.testing.assert_close(a.out, b.out)
 
 
-def test_tokens_that_no_query_sees_are_told() -> None:
+def test_tokens_that_no_query_sees_are_told():
     model = build(MODERN["Llama"])
     mask = torch.full((9, 9), torch.finfo(torch.float32).min).triu(1)
     mask[:, 8] = torch.finfo(torch.float32).min
@@ -118,7 +113,7 @@ def test_tokens_that_no_query_sees_are_told() -> None:
     assert layers[0].lengths.tolist() == [9, 9]
 
 
-def test_padding_that_the_model_attends_to_is_told() -> None:
+def test_padding_that_the_model_attends_to_is_told():
     model = build(AFFINE["bert"])
     model.encoder.register_forward_pre_hook(
         lambda module, args, kwargs: (args, {**kwargs, "attention_mask": None}), with_kwargs=True
@@ -127,14 +122,14 @@ def test_padding_that_the_model_attends_to_is_told() -> None:
     assert layers[0].lengths.tolist() == [9, 9]
 
 
-def test_left_padding_moves_absolute_positions_and_is_told() -> None:
+def test_left_padding_moves_absolute_positions_and_is_told():
     model = build(AFFINE["gpt2"])
     inputs = {"input_ids": NINE, "attention_mask": LEFT}
-    with pytest.warns(Notice, match="shares the batch: .*padding moves positions"):
+    with pytest.warns(lb.Notice, match="shares the batch: .*padding moves positions"):
         ds = lb.compare(model, inputs, bounds=["lipbound"], progress=False)
     assert [note for note in ds.attrs["notes"] if "shares the batch" in note]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", Notice)
+        warnings.simplefilter("ignore", lb.Notice)
         # a sample at a time
         small = lb.compare(model, inputs, bounds=["lipbound"], memory=1000, progress=False)
     assert small.attrs["block"] == 1
@@ -144,9 +139,7 @@ def test_left_padding_moves_absolute_positions_and_is_told() -> None:
 
 @pytest.mark.filterwarnings("ignore:memory is 1 byte")
 @pytest.mark.parametrize("exact_samples", [None, 1])
-def test_samples_with_different_positions_are_measured_one_by_one(
-    exact_samples: int | None,
-) -> None:
+def test_samples_with_different_positions_are_measured_one_by_one(exact_samples):
     """A block of them gives the numbers of blocks of one sample."""
     positions = torch.stack([torch.arange(9), 3 * torch.arange(9)])
     inputs = {"input_ids": NINE, "position_ids": positions}
@@ -159,7 +152,7 @@ def test_samples_with_different_positions_are_measured_one_by_one(
         np.testing.assert_array_equal(together[name], alone[name])
 
 
-def test_padding_that_changes_nothing_is_not_told() -> None:
+def test_padding_that_changes_nothing_is_not_told():
     gpt2, llama = build(AFFINE["gpt2"]), build(MODERN["Llama"])
     left, right = ({"input_ids": NINE, "attention_mask": mask} for mask in (LEFT, PADDED))
     counted = {**left, "position_ids": (LEFT.cumsum(-1) - 1).clamp_min(0)}
@@ -175,13 +168,13 @@ def test_padding_that_changes_nothing_is_not_told() -> None:
             )
 
 
-def test_rotary_tables_that_the_longest_text_chooses_are_told() -> None:
+def test_rotary_tables_that_the_longest_text_chooses_are_told():
     inputs = {"input_ids": NINE, "attention_mask": PADDED}
     long = {**LLAMA, **IDS, "original_max_position_embeddings": 6, "rope_parameters": LONGROPE}
     model = build(lambda: tf.Phi3Model(tf.Phi3Config(**long)))
     words = r"head outputs are up to \d+.\d% off \(.* the longest sample decides"
     told(model, inputs, words)
-    with pytest.warns(Notice, match=words):
+    with pytest.warns(lb.Notice, match=words):
         notes = lb.compare(model, inputs, bounds=["lipbound"], progress=False).attrs["notes"]
     assert "the longest sample decides" in notes[0]
     # none of the two is long
@@ -192,7 +185,7 @@ DRAWING = newer_transformers("Wav2Vec2 draws random numbers, which is told, and 
 
 
 @pytest.mark.parametrize("norm", [pytest.param("layer", marks=DRAWING), "group"])
-def test_padding_of_sound_is_that_of_its_frames(norm: str) -> None:
+def test_padding_of_sound_is_that_of_its_frames(norm):
     """The mask is of samples of sound, the tokens are frames; a normalisation over time makes the
     rest of the batch matter."""
     config = tf.Wav2Vec2Config(**SOUND, feat_extract_norm=norm)
@@ -211,7 +204,7 @@ def test_padding_of_sound_is_that_of_its_frames(norm: str) -> None:
 
 
 @newer_transformers("the towers of CLIP are no models, and the mask of the whole is told of both")
-def test_one_model_has_streams_of_text_and_images() -> None:
+def test_one_model_has_streams_of_text_and_images():
     """With as many tokens each: only the text is padded."""
     parts = {"text_config": {**TEXT, "num_hidden_layers": 1}, "projection_dim": 8}
     parts["vision_config"] = {**models.IMAGE, "num_hidden_layers": 1}
@@ -223,46 +216,46 @@ def test_one_model_has_streams_of_text_and_images() -> None:
     assert sorted(layer.lengths.tolist() for layer in silent(model, inputs)) == [[17, 10], [17, 17]]
 
 
-def test_a_text_that_was_seen_before_changes_nothing() -> None:
+def test_a_text_that_was_seen_before_changes_nothing():
     """Rotary tables that grow with the longest text seen start anew, and are the model's own
     afterwards."""
     config = tf.LlamaConfig(**{**LLAMA, "max_position_embeddings": 4}, rope_parameters=DYNAMIC)
     model = build(lambda: tf.LlamaModel(config))
-    before = capture(model, {"input_ids": NINE})[0].out
+    before = lb.capture(model, {"input_ids": NINE})[0].out
     model(NINE.repeat(1, 4))
     grown = model.rotary_emb.inv_freq.clone()
-    after = capture(model, {"input_ids": NINE})[0].out
+    after = lb.capture(model, {"input_ids": NINE})[0].out
     torch.testing.assert_close(after, before, rtol=1e-6, atol=1e-7)
     assert torch.equal(model.rotary_emb.inv_freq, grown)
 
 
-def test_documents_that_only_a_pass_without_cache_keeps_apart_are_told() -> None:
+def test_documents_that_only_a_pass_without_cache_keeps_apart_are_told():
     model = build(MODERN["Llama"])
     inputs = {"input_ids": NINE[:1], "position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]])}
     layers = told(model, inputs, "position_ids begin again within a sample: without a cache, ")
     assert not bool(layers[0].p[0, :, 5:, :5].any())
-    with pytest.warns(Notice, match="position_ids begin again"):
+    with pytest.warns(lb.Notice, match="position_ids begin again"):
         ds = lb.compare(model, inputs, bounds=["lipbound"], progress=False)
     assert "with one not" in ds.attrs["notes"][0]
 
 
-def test_nan_of_the_model_is_called_its_own() -> None:
+def test_nan_of_the_model_is_called_its_own():
     model = build(MODERN["Llama"]).double()
     words = "NaN in the model's own eager pass: in float64 left padding .* take float32"
-    with pytest.raises(CaptureError, match=words):
-        capture(model, {"input_ids": NINE, "attention_mask": LEFT})
+    with pytest.raises(lb.errors.CaptureError, match=words):
+        lb.capture(model, {"input_ids": NINE, "attention_mask": LEFT})
     broken = build(lambda: tf.BertModel(tf.BertConfig(**TEXT)))
     with torch.no_grad():
         broken.embeddings.word_embeddings.weight[5] = torch.nan
     words = r"attention.self: the outputs of its heads are NaN in the model's own eager pass$"
-    with pytest.raises(CaptureError, match=words):
-        capture(broken, {"input_ids": NINE})
+    with pytest.raises(lb.errors.CaptureError, match=words):
+        lb.capture(broken, {"input_ids": NINE})
 
 
 class Scored(QKV):
     """Two heads, whose scores are what they are where a tensor is 0, else hidden."""
 
-    def forward(self, x: Tensor, hidden: Tensor) -> Tensor:
+    def forward(self, x, hidden):
         q, k, v = self.qkv(x)
         return self.o(joined((q @ k.mT / 8**0.5 + hidden).softmax(-1) @ v))
 
@@ -270,22 +263,22 @@ class Scored(QKV):
 class OwnMask(nn.Module):
     """Takes tokens alone, and hides those that are 1, or does not."""
 
-    def __init__(self, hides: bool) -> None:
+    def __init__(self, hides):
         super().__init__()
         torch.manual_seed(0)
         self.embed, self.attend, self.hides = nn.Embedding(20, 16), Scored(16, 2), hides
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         hidden = torch.zeros(tokens.shape).masked_fill((tokens == 1) & self.hides, -torch.inf)
         x = self.embed(tokens)
         return self.attend(x, hidden.to(x)[:, None, None])
 
 
-def test_padding_that_a_model_finds_by_itself_is_said_by_a_mask_that_it_does_not_take() -> None:
+def test_padding_that_a_model_finds_by_itself_is_said_by_a_mask_that_it_does_not_take():
     model = OwnMask(hides=True).eval()
     tokens = torch.tensor([[0, 5, 6, 7, 8, 9, 2], [0, 5, 6, 7, 2, 1, 1]])
     batch = {"tokens": tokens, "attention_mask": (tokens != 1).long()}
-    (alone,) = capture(model, tokens[1:, :5])
+    (alone,) = lb.capture(model, tokens[1:, :5])
     exact = oracle(alone)[0]
     (padded,) = told(model, tokens, "0 in an attention_mask, whether the model takes it")
     assert padded.lengths.tolist() == [7, 7]

@@ -4,8 +4,6 @@ tokenizers and rows."""
 import gzip
 import itertools
 import shutil
-from pathlib import Path
-from typing import Any
 
 import datasets
 import numpy as np
@@ -22,9 +20,8 @@ from tokenizers.pre_tokenizers import Whitespace
 
 import lipbound as lb
 from lipbound.errors import CheckpointError, InputsError, Notice
-from lipbound.models.checkpoint import Inputs
 from lipbound.models.inputs import prepare, token_texts
-from lipbound.models.loading import Checkpoint, load_checkpoint
+from lipbound.models.loading import load_checkpoint
 from lipbound.models.readers import stream
 
 LONG = " ".join(f"w{k % 40}" for k in range(25))
@@ -32,28 +29,28 @@ SHORT = ["the ferry is in a clock", "keeper", "a lighthouse and the island"]
 
 
 @pytest.fixture(scope="module")
-def checkpoint(bert: Path) -> Checkpoint:
+def checkpoint(bert):
     return load_checkpoint(bert)
 
 
-def ids(checkpoint: Checkpoint, data: Any, **options: Any) -> list[list[int]]:
+def ids(checkpoint, data, **options):
     return prepare(checkpoint, data, **options).batch["input_ids"].tolist()
 
 
-def same(one: Inputs, other: Inputs) -> bool:
+def same(one, other):
     return one.batch.keys() == other.batch.keys() and all(
         torch.equal(one.batch[name], other.batch[name]) for name in one.batch
     )
 
 
-def folder_of(texts: list[str], folder: Path) -> Path:
+def folder_of(texts, folder):
     folder.mkdir()
     for k, text in enumerate(texts):
         (folder / f"{k}.txt").write_text(text)
     return folder
 
 
-def everywhere(texts: list[str], folder: Path) -> list[object]:
+def everywhere(texts, folder):
     """The same texts in a list, a tuple, a table, a data frame, a series, a dataset and
     a folder."""
     frame = pd.DataFrame({"text": texts})
@@ -80,7 +77,7 @@ def everywhere(texts: list[str], folder: Path) -> list[object]:
     ]
 
 
-def test_one_text_is_read_in_windows_wherever_it_is(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_one_text_is_read_in_windows_wherever_it_is(checkpoint, tmp_path):
     (tmp_path / "long.txt").write_text(LONG)
     (tmp_path / "long.txt.gz").write_bytes(gzip.compress(LONG.encode()))
     expected = prepare(checkpoint, tmp_path / "long.txt", samples=2, max_length=10)
@@ -92,7 +89,7 @@ def test_one_text_is_read_in_windows_wherever_it_is(checkpoint: Checkpoint, tmp_
     assert one == first
 
 
-def test_line_ends_of_other_systems_are_line_ends(tmp_path: Path) -> None:
+def test_line_ends_of_other_systems_are_line_ends(tmp_path):
     """A tokenizer of bytes would take a carriage return for a character of the text."""
     checkpoint, text = load_checkpoint("builtin:gpt2"), b"the queen\nof hearts\n"
     for end in (b"\r\n", b"\r"):
@@ -102,9 +99,7 @@ def test_line_ends_of_other_systems_are_line_ends(tmp_path: Path) -> None:
             assert ids(checkpoint, tmp_path / name) == ids(checkpoint, [text.decode()])
 
 
-def test_of_several_texts_each_is_a_sample_wherever_they_are(
-    checkpoint: Checkpoint, tmp_path: Path
-) -> None:
+def test_of_several_texts_each_is_a_sample_wherever_they_are(checkpoint, tmp_path):
     expected = prepare(checkpoint, SHORT, max_length=20)
     assert expected.batch["attention_mask"].sum(-1).tolist() == [6, 1, 5]
     for data in everywhere(SHORT, tmp_path / "all"):
@@ -114,7 +109,7 @@ def test_of_several_texts_each_is_a_sample_wherever_they_are(
         assert not found.notes
 
 
-def test_shuffled_texts_and_windows(checkpoint: Checkpoint) -> None:
+def test_shuffled_texts_and_windows(checkpoint):
     texts, options = [f"w{k}" for k in range(20)], {"samples": 6, "shuffle": 1, "max_length": 4}
     first = ids(checkpoint, texts, **options)
     assert first == ids(checkpoint, texts, **options | {"samples": "all"})[:6]
@@ -129,7 +124,7 @@ def test_shuffled_texts_and_windows(checkpoint: Checkpoint) -> None:
         prepare(checkpoint, table, shuffle=0, max_length=4)
 
 
-def test_token_numbers_are_ready_inputs_that_need_no_tokenizer(checkpoint: Checkpoint) -> None:
+def test_token_numbers_are_ready_inputs_that_need_no_tokenizer(checkpoint):
     bare = load_checkpoint(build(AFFINE["bert"]))
     rows = [[4, 7], [5, 9], [3, 4]]
     assert same(prepare(bare, {"input_ids": rows}), prepare(bare, torch.tensor(rows)))
@@ -146,7 +141,7 @@ def test_token_numbers_are_ready_inputs_that_need_no_tokenizer(checkpoint: Check
         refused(lambda d=data: prepare(checkpoint, d), said, error=InputsError)
 
 
-def tokens_only(**special: str) -> tf.PreTrainedTokenizerFast:
+def tokens_only(**special):
     words = {word: k for k, word in enumerate(["the", "ferry", "is", "late", "?"])}
     core = Tokenizer(WordLevel(words, **({"unk_token": "?"} if special else {})))
     core.pre_tokenizer = Whitespace()
@@ -154,15 +149,13 @@ def tokens_only(**special: str) -> tf.PreTrainedTokenizerFast:
     return tf.PreTrainedTokenizerFast(tokenizer_object=core, **options)
 
 
-def with_tokenizer(model: Path, folder: Path, tokenizer: tf.PreTrainedTokenizerFast) -> Checkpoint:
+def with_tokenizer(model, folder, tokenizer):
     shutil.copytree(model, folder, ignore=shutil.ignore_patterns("token*", "special*"))
     tokenizer.save_pretrained(folder)
     return load_checkpoint(folder)
 
 
-def test_tokenizers_without_special_tokens_and_texts_without_tokens(
-    bert: Path, tmp_path: Path
-) -> None:
+def test_tokenizers_without_special_tokens_and_texts_without_tokens(bert, tmp_path):
     bare = with_tokenizer(bert, tmp_path / "bare", tokens_only())
     inputs = prepare(bare, ["the ferry is late", "ferry late"], max_length=20)
     assert inputs.batch["input_ids"][0].tolist() == [0, 1, 2, 3]
@@ -181,7 +174,7 @@ def test_tokenizers_without_special_tokens_and_texts_without_tokens(
         refused(lambda n=nothing: prepare(deaf, n, max_length=20), words, error=InputsError)
 
 
-def test_windows_of_a_tokenizer_in_python(tmp_path: Path) -> None:
+def test_windows_of_a_tokenizer_in_python(tmp_path):
     words = ["<cls>", "<pad>", "<eos>", "<unk>", *"LAGVSERTIDPKQNFYMHWC", "<mask>"]
     (tmp_path / "vocab.txt").write_text("\n".join(words))
     tf.EsmTokenizer(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path)
@@ -205,7 +198,7 @@ PADDING = "1 of 2 samples end or begin with the model's padding token"
 ONES = torch.ones(1, 1, 3, 3)
 IDS = {"input_ids": torch.tensor([[7, 8, 9]])}
 MISSING = {"text": ["w1", None, None, " ", "w3"]}
-TOLD: dict[str, tuple[Any, dict[str, Any], str]] = {
+TOLD = {
     # data, options, and what is told, or "" for nothing
     "cut": ([LONG, *SHORT], {"max_length": 10}, "1 of 4 texts: only the first 10 tokens .* to 25"),
     "left": (LONG, {"samples": "all", "max_length": 10}, "the last 5 tokens .* window of 10 and"),
@@ -221,7 +214,7 @@ TOLD: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", TOLD)
-def test_what_is_told(case: str, checkpoint: Checkpoint, recwarn: pytest.WarningsRecorder) -> None:
+def test_what_is_told(case, checkpoint, recwarn):
     data, options, words = TOLD[case]
     notes = prepare(checkpoint, data, **{"max_length": 4} | options).notes
     assert [str(one.message) for one in recwarn if one.category is Notice] == notes
@@ -231,7 +224,7 @@ def test_what_is_told(case: str, checkpoint: Checkpoint, recwarn: pytest.Warning
             lb.errors.tell(*notes)
 
 
-def test_a_layer_of_ones_own_and_captures_are_told_of_such_masks(checkpoint: Checkpoint) -> None:
+def test_a_layer_of_ones_own_and_captures_are_told_of_such_masks(checkpoint):
     x, w = torch.randn(1, 3, 8, generator=torch.Generator().manual_seed(0)), torch.ones(2, 8, 4)
     words = "mask holds 0 and 1, which are added to the scores and forbid"
     with pytest.warns(Notice, match=words):
@@ -242,7 +235,7 @@ def test_a_layer_of_ones_own_and_captures_are_told_of_such_masks(checkpoint: Che
         lb.capture(checkpoint.model, ENDS)
 
 
-def test_hidden_files_are_no_texts(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_hidden_files_are_no_texts(checkpoint, tmp_path):
     folder = folder_of(SHORT, tmp_path / "texts")
     folder_of(["w1"], folder / ".ipynb_checkpoints")
     (folder / "README.md").write_text("w2")
@@ -250,7 +243,7 @@ def test_hidden_files_are_no_texts(checkpoint: Checkpoint, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("row", [3, 2.5, {"a": "b"}, ["w1", "w2"], b"w1"])
-def test_rows_of_another_kind(checkpoint: Checkpoint, row: object) -> None:
+def test_rows_of_another_kind(checkpoint, row):
     table = datasets.Dataset.from_dict({"text": [row, row]})
     words = "column 'text' of a dataset holds ", " takes text; name another"
     refused(lambda: prepare(checkpoint, table, max_length=8), *words, error=InputsError)
@@ -259,15 +252,7 @@ def test_rows_of_another_kind(checkpoint: Checkpoint, row: object) -> None:
         prepare(checkpoint, frame, max_length=8)
 
 
-def test_folders_of_tables_are_named_without_their_path(
-    checkpoint: Checkpoint, tmp_path: Path
-) -> None:
-    pd.DataFrame({"text": ["w1", "w2"]}).to_parquet(tmp_path / "test.parquet")
-    inputs = prepare(checkpoint, tmp_path, samples="all", max_length=8)
-    assert inputs.description == f"{tmp_path.name}, test split"
-
-
-def test_files_that_are_broken_or_not_there(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_files_that_are_broken_or_not_there(checkpoint, tmp_path):
     """They are not sought on the hub."""
     (tmp_path / "here.txt").write_text("the ferry")
     broken = {"a.txt.gz": b"w1", "a.csv.gz": b"w1", "a.jsonl": b'{"text": ', "a.parquet": b"PAR1"}
@@ -284,7 +269,7 @@ def test_files_that_are_broken_or_not_there(checkpoint: Checkpoint, tmp_path: Pa
     assert prepare(checkpoint, texts, max_length=4).samples == 2
 
 
-def test_another_tokenizer(bert: Path, tmp_path: Path) -> None:
+def test_another_tokenizer(bert, tmp_path):
     folder, model = tmp_path / "model", build(AFFINE["bert"])
     shutil.copytree(bert, folder, ignore=shutil.ignore_patterns("token*", "special*"))
     expected = prepare(load_checkpoint(bert), SHORT, max_length=20)
@@ -301,12 +286,12 @@ def test_another_tokenizer(bert: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("mine", "other"), [("gpt2", "processor"), ("vit", "tokenizer")])
-def test_what_the_modality_has_no_use_for_is_told(mine: str, other: str) -> None:
+def test_what_the_modality_has_no_use_for_is_told(mine, other):
     with pytest.warns(Notice, match=f"{other} elsewhere is not looked at: builtin:{mine} reads"):
         assert load_checkpoint(f"builtin:{mine}", **{other: "elsewhere"}).notes
 
 
-def test_special_tokens_leave_room(tmp_path: Path) -> None:
+def test_special_tokens_leave_room(tmp_path):
     """However many texts there are: a tokenizer cuts nothing where only they would be left."""
     (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "w"]))
     tf.BertTokenizer(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path)
@@ -317,14 +302,3 @@ def test_special_tokens_leave_room(tmp_path: Path) -> None:
     inputs = prepare(checkpoint, ["w w w", "w"], max_length=3)
     assert inputs.batch["input_ids"].tolist() == [[2, 4, 3], [2, 4, 3]]
     assert inputs.preprocessing == "BertTokenizer, each text cut at 3 tokens"
-
-
-def test_a_tokenizer_of_no_class_of_its_own_is_called_by_whose_it_is(tmp_path: Path) -> None:
-    plain = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
-    tf.PreTrainedTokenizerFast(tokenizer_object=plain).save_pretrained(tmp_path / "words")
-    model = build(AFFINE["bert"])
-    model.save_pretrained(tmp_path / "words")
-    own = prepare(load_checkpoint(tmp_path / "words"), ["a b"], max_length=4)
-    other = prepare(load_checkpoint(model, tokenizer=tmp_path / "words"), ["a b"], max_length=4)
-    assert own.preprocessing.startswith("the model's tokenizer, ")
-    assert other.preprocessing.startswith("the tokenizer of words, ")

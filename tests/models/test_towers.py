@@ -6,8 +6,6 @@ import transformers as tf
 from support.models import IMAGE, TEXT, build
 
 import lipbound as lb
-from lipbound.errors import CaptureError, InputsError
-from lipbound.models.inputs import prepare
 from lipbound.models.loading import Checkpoint, load_checkpoint
 
 
@@ -48,13 +46,13 @@ def test_what_towers_lack(kind: str) -> None:
     checkpoint = load_checkpoint(clip(kind))
     for name in ("input_ids", "pixel_values"):
         given = {key: t for key, t in both().items() if key != name}
-        with pytest.raises(CaptureError, match="cannot compute with these inputs"):
-            lb.capture(checkpoint, prepare(checkpoint, given))
+        with pytest.raises(lb.errors.CaptureError, match="cannot compute with these inputs"):
+            lb.capture(checkpoint, lb.prepare(checkpoint, given))
     pixels, number = both()["pixel_values"], r"input_ids has the number .* knows tokens 0 to 59"
     wrong = ([[1, 60]], number), ([[-1, 2]], number), ([[1] * 41], "exceed the 40 positions")
     for ids, why in wrong:
-        with pytest.raises(InputsError, match=why):
-            prepare(checkpoint, {"input_ids": torch.tensor(ids), "pixel_values": pixels})
+        with pytest.raises(lb.errors.InputsError, match=why):
+            lb.prepare(checkpoint, {"input_ids": torch.tensor(ids), "pixel_values": pixels})
 
 
 class Undeclared(tf.ViTModel):
@@ -69,7 +67,7 @@ def test_the_main_input_is_one_that_the_model_takes(vit: object) -> None:
     pixels = {"pixel_values": both()["pixel_values"]}
     ds = lb.compare(checkpoint.model, pixels, bounds=["castin"], delta=None, progress=False)
     assert ds.sizes["layer"] == 2
-    assert prepare(checkpoint, samples=2).batch["pixel_values"].shape == (2, 3, 16, 16)
+    assert lb.prepare(checkpoint, samples=2).batch["pixel_values"].shape == (2, 3, 16, 16)
 
 
 def test_what_takes_neither() -> None:
@@ -81,5 +79,5 @@ def test_what_takes_neither() -> None:
 
     checkpoint = Checkpoint(build(lambda: Other(tf.ViTConfig(**IMAGE))), "waves", "", None)
     assert checkpoint.main_input == "waves"
-    with pytest.raises(InputsError, match="takes waves; give inputs="):
-        prepare(checkpoint)
+    with pytest.raises(lb.errors.InputsError, match="takes waves; give inputs="):
+        lb.prepare(checkpoint)

@@ -3,10 +3,8 @@ wrappers and checkpoints there are."""
 
 import copy
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -16,26 +14,26 @@ from support.versions import newer_torch, newer_transformers
 from torch import Tensor, nn
 
 from lipbound.errors import CaptureError, Notice
-from lipbound.models.training import Probabilities, attention_layers, attention_probabilities
+from lipbound.models.training import attention_layers, attention_probabilities
 from lipbound.regularizers.penalties import JaSMin
 
 DOCUMENTS = torch.block_diag(torch.ones(5, 5), torch.ones(4, 4)).bool()[None, None]
 """Two documents in one text of nine tokens."""
 
 
-def bert() -> tf.PreTrainedModel:
+def bert():
     return build(AFFINE["bert"])
 
 
-def llama() -> tf.PreTrainedModel:
+def llama():
     return build(lambda: tf.LlamaModel(tf.LlamaConfig(**LLAMA)))
 
 
-def added(mask: Tensor) -> Tensor:
+def added(mask):
     return torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
 
 
-def watched(model: tf.PreTrainedModel, mask: Tensor | None) -> Probabilities:
+def watched(model, mask):
     """Probabilities of a batch, whose outputs are those of the model outside."""
     ids = inputs_for(bert())["input_ids"]
     outside = model(ids, attention_mask=mask).last_hidden_state
@@ -54,9 +52,7 @@ MASKS = [
 
 @pytest.mark.parametrize("make", [bert, llama])
 @pytest.mark.parametrize("mask", MASKS, ids=["causal", "heads", "blind"])
-def test_masks_of_true_and_false_are_what_fused_attention_takes_them_for(
-    make: Callable[[], tf.PreTrainedModel], mask: Tensor
-) -> None:
+def test_masks_of_true_and_false_are_what_fused_attention_takes_them_for(make, mask):
     """True is where attention is allowed; the outputs are those of the model outside, also of
     tokens that see nothing ("blind")."""
     model = make()
@@ -70,7 +66,7 @@ def test_masks_of_true_and_false_are_what_fused_attention_takes_them_for(
 
 @newer_transformers("T5 calls no attention function")
 @pytest.mark.parametrize("mask", [None, DOCUMENTS, added(DOCUMENTS)], ids=["none", "bool", "added"])
-def test_biases_of_relative_positions(mask: Tensor | None) -> None:
+def test_biases_of_relative_positions(mask):
     assert len(watched(build(MODERN["T5 encoder"]), mask)) == 2
 
 
@@ -80,7 +76,7 @@ RIGHT = torch.tensor([[1] * 9, [1] * 6 + [0] * 3])
 
 @pytest.mark.parametrize("mask", [LEFT, RIGHT], ids=["left", "right"])
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
-def test_padding_is_known_for_every_layer(name: str, mask: Tensor) -> None:
+def test_padding_is_known_for_every_layer(name, mask):
     model = llama() if name == "llama" else build(AFFINE[name])
     ids = inputs_for(bert())["input_ids"]
     pairs = (mask != 0)[:, None, None, :] & torch.ones(9, 9, dtype=torch.bool).tril()
@@ -94,7 +90,7 @@ def test_padding_is_known_for_every_layer(name: str, mask: Tensor) -> None:
 
 @pytest.mark.parametrize("name", ["bart", "marian"])
 @pytest.mark.parametrize("length", [9, 7])
-def test_padding_belongs_to_a_stream_of_tokens(name: str, length: int) -> None:
+def test_padding_belongs_to_a_stream_of_tokens(name, length):
     """The encoder's is not the decoder's, also at equal lengths; cross-attention has the decoder's
     rows."""
     model, ids = build(SEQ2SEQ[name]), inputs_for(bert())["input_ids"]
@@ -109,7 +105,7 @@ def test_padding_belongs_to_a_stream_of_tokens(name: str, length: int) -> None:
 
 
 @newer_transformers("DiffLlama calls no attention function")
-def test_a_layer_counts_once_however_often_it_calls() -> None:
+def test_a_layer_counts_once_however_often_it_calls():
     config = tf.DiffLlamaConfig(**LLAMA)
     model = build(lambda: tf.DiffLlamaModel(config))
     own = copy.deepcopy(model)
@@ -135,11 +131,11 @@ def test_a_layer_counts_once_however_often_it_calls() -> None:
 class Pictures(nn.Module):
     """Attention picture by picture, of pictures of several sizes laid end to end."""
 
-    def __init__(self, config: Any, sizes: tuple[int, ...], is_causal: bool):
+    def __init__(self, config, sizes, is_causal):
         super().__init__()
         self.config, self.sizes, self.is_causal = config, sizes, is_causal
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    def forward(self, hidden_states, *args, **kwargs):
         attention = tf.AttentionInterface()[self.config._attn_implementation]
         x = hidden_states.unflatten(-1, (4, 6)).transpose(1, 2)
         parts = [
@@ -149,19 +145,19 @@ class Pictures(nn.Module):
         return torch.cat(parts, 1).flatten(2), None
 
 
-def of_pictures(sizes: tuple[int, ...], is_causal: bool) -> tf.PreTrainedModel:
+def of_pictures(sizes, is_causal):
     model = bert()
     for layer in model.encoder.layer:
         layer.attention.self = Pictures(model.config, sizes, is_causal)
     return model
 
 
-def test_no_mask_at_all_is_causal_where_fused_attention_makes_it_so() -> None:
+def test_no_mask_at_all_is_causal_where_fused_attention_makes_it_so():
     found = watched(of_pictures((9,), is_causal=True), None)
     assert all(float(p.triu(1).detach().max()) == 0 for p in found)
 
 
-def test_pictures_of_one_pass_are_samples_of_one_layer() -> None:
+def test_pictures_of_one_pass_are_samples_of_one_layer():
     model = of_pictures((5, 4), is_causal=False)
     with attention_probabilities(model, layers=[1]) as found:
         model(inputs_for(bert())["input_ids"][:1])
@@ -170,7 +166,7 @@ def test_pictures_of_one_pass_are_samples_of_one_layer() -> None:
     torch.testing.assert_close(JaSMin()(found), alone / 2)
 
 
-def gradients(model: nn.Module, penalty: Tensor) -> list[Tensor]:
+def gradients(model, penalty):
     given = torch.autograd.grad(penalty, list(model.parameters()), allow_unused=True)
     return [torch.zeros(()) if g is None else g for g in given]
 
@@ -178,14 +174,12 @@ def gradients(model: nn.Module, penalty: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("chosen", [None, [1]])
 @pytest.mark.parametrize("context", [attention_probabilities, attention_layers])
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointed_layers_have_the_same_gradients(
-    reentrant: bool, context: Any, chosen: list[int] | None
-) -> None:
+def test_checkpointed_layers_have_the_same_gradients(reentrant, context, chosen):
     """Nothing is computed again, which is told."""
     model = bert().train()
     batch = inputs_for(model, padded=True)
 
-    def penalty() -> Tensor:
+    def penalty():
         torch.manual_seed(0)
         with context(model, chosen) as found:
             loss = model(**batch).last_hidden_state.square().mean()
@@ -202,11 +196,11 @@ def test_checkpointed_layers_have_the_same_gradients(
 
 
 @pytest.mark.parametrize("kind", ["sdpa", "eager"])
-def test_a_model_is_left_as_it_was(kind: str) -> None:
+def test_a_model_is_left_as_it_was(kind):
     model = bert().train()
     model.set_attn_implementation(kind)
 
-    def hooks() -> list[tuple[int, int]]:
+    def hooks():
         return [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
 
     before = hooks()
@@ -221,7 +215,7 @@ def test_a_model_is_left_as_it_was(kind: str) -> None:
     assert model.training
 
 
-def test_contexts_inside_each_other_and_models_side_by_side() -> None:
+def test_contexts_inside_each_other_and_models_side_by_side():
     first, second = bert(), llama()
     ids = inputs_for(first)["input_ids"]
     with attention_probabilities(first) as outer, attention_probabilities(second) as other:
@@ -239,7 +233,7 @@ def test_contexts_inside_each_other_and_models_side_by_side() -> None:
     torch.testing.assert_close(outer[2], whole[0].p, rtol=1e-4, atol=1e-6)
 
 
-def test_threads_keep_to_their_own_models() -> None:
+def test_threads_keep_to_their_own_models():
     models = [bert(), build(AFFINE["bert"], seed=1)]
     ids = inputs_for(models[0])["input_ids"]
     alone = []
@@ -249,7 +243,7 @@ def test_threads_keep_to_their_own_models() -> None:
         alone.append(found)
     start = threading.Barrier(2)
 
-    def run(model: nn.Module) -> Probabilities:
+    def run(model):
         start.wait()
         for _ in range(5):
             with attention_probabilities(model) as mine:
@@ -270,7 +264,7 @@ WRAPPERS = [nn.DataParallel, pytest.param(COMPILE, marks=COMPILED)]
 
 
 @pytest.mark.parametrize("wrap", WRAPPERS, ids=["data parallel", "compiled"])
-def test_wrapped_models(wrap: Callable[[nn.Module], nn.Module]) -> None:
+def test_wrapped_models(wrap):
     model = bert()
     batch = inputs_for(model, padded=True)
     with attention_probabilities(model) as plain:
@@ -285,7 +279,7 @@ def test_wrapped_models(wrap: Callable[[nn.Module], nn.Module]) -> None:
             torch.testing.assert_close(p, q)
 
 
-def test_copies_of_data_parallel_are_refused() -> None:
+def test_copies_of_data_parallel_are_refused():
     model = bert()
     own = model.encoder.layer[0].attention.self
     copied = own._replicate_for_data_parallel()
@@ -296,13 +290,13 @@ def test_copies_of_data_parallel_are_refused() -> None:
 
 
 @pytest.mark.parametrize("bad", [nn.Linear(2, 2), "bert", None, nn.DataParallel(nn.Linear(2, 2))])
-def test_what_is_no_transformers_model_is_refused(bad: Any) -> None:
+def test_what_is_no_transformers_model_is_refused(bad):
     for context in (attention_probabilities(bad), attention_layers(bad)):
         with pytest.raises(CaptureError, match="give a loaded transformers model"), context:
             pass
 
 
-def test_layers_that_do_not_exist_and_masks_that_are_none() -> None:
+def test_layers_that_do_not_exist_and_masks_that_are_none():
     model, ids = bert(), inputs_for(bert())["input_ids"]
     for layers, mask, words in (
         ([7], None, r"layers \[7\] do not exist"),
@@ -315,7 +309,7 @@ def test_layers_that_do_not_exist_and_masks_that_are_none() -> None:
 
 
 @pytest.mark.parametrize("mode", ["autocast", "bfloat16", "float64"])
-def test_layers_of_models_in_other_precisions(mode: str) -> None:
+def test_layers_of_models_in_other_precisions(mode):
     """In half precision they are those of the float32 model up to its rounding, in float32."""
     model = bert()
     batch = inputs_for(model, padded=True)
@@ -331,14 +325,14 @@ def test_layers_of_models_in_other_precisions(mode: str) -> None:
     assert found[0].p.requires_grad
 
 
-def test_cross_attention_is_no_self_attention() -> None:
+def test_cross_attention_is_no_self_attention():
     model, ids = build(SEQ2SEQ["bart"]), inputs_for(bert())["input_ids"]
     refusal = pytest.raises(CaptureError, match="does more to its keys than project its input")
     with refusal, attention_layers(model, [2]):
         model(ids, decoder_input_ids=ids.flip(1))
 
 
-def test_one_module_as_several_layers() -> None:
+def test_one_module_as_several_layers():
     """Each choice takes the input of its own pass."""
     model = build(AFFINE["albert"])
     batch = inputs_for(model)
@@ -350,7 +344,7 @@ def test_one_module_as_several_layers() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "Gemma 2"])
-def test_sinks_and_caps_are_refused_in_layers_that_were_not_chosen_too(name: str) -> None:
+def test_sinks_and_caps_are_refused_in_layers_that_were_not_chosen_too(name):
     model = build(MODERN[name])
     refusal = pytest.raises(CaptureError, match="penalties do not support")
     with refusal, attention_probabilities(model, [1]):

@@ -3,7 +3,6 @@
 import copy
 import logging
 import threading
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ import transformers as tf
 from support.models import LLAMA
 from support.modules import QKV, check, joined, norms, sdpa
 from support.oracles import jacobians
-from torch import Tensor, nn
+from torch import Tensor
 
 import lipbound as lb
 from lipbound.errors import CaptureError
@@ -22,18 +21,18 @@ X = torch.randn(1, 5, 16, generator=torch.Generator().manual_seed(0))
 class Plain(QKV):
     """Two heads; what classes that derive from it keep is made of its keys and values."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         torch.manual_seed(0)
         super().__init__(16, 2)
 
-    def heads(self, x: Tensor) -> Tensor:
+    def heads(self, x):
         q, k, v = self.qkv(x)
         return sdpa(q, *self.kept(k, v))
 
-    def kept(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def kept(self, k, v):
         return k, v
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.o(joined(self.heads(x)))
 
 
@@ -42,7 +41,7 @@ class InAttribute(Plain):
 
     cache: tuple[Tensor, Tensor] | None = None
 
-    def kept(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def kept(self, k, v):
         if self.cache is not None:
             k, v = (torch.cat(pair, 2) for pair in zip(self.cache, (k, v), strict=True))
         self.cache = k.detach(), v.detach()
@@ -52,13 +51,13 @@ class InAttribute(Plain):
 class InBuffers(Plain):
     """Writes into buffers, and counts."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("keys", torch.zeros(1, 2, 40, 8))
         self.register_buffer("values", torch.zeros(1, 2, 40, 8))
         self.filled, self.seen = 0, []
 
-    def kept(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def kept(self, k, v):
         start, self.filled = self.filled, self.filled + k.shape[2]
         self.keys[:, :, start : self.filled] = k.detach()
         self.values[:, :, start : self.filled] = v.detach()
@@ -70,18 +69,18 @@ class InBuffers(Plain):
 class MovingMean(Plain):
     """Takes away a mean that every pass moves."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("mean", torch.zeros(16))
         self.register_buffer("count", torch.zeros((), dtype=torch.long))
 
-    def heads(self, x: Tensor) -> Tensor:
+    def heads(self, x):
         self.mean = self.mean * 0.9 + 0.1 * x.mean((0, 1))
         self.count += 1
         return super().heads(x - self.mean)
 
 
-def state(module: nn.Module) -> dict[str, Any]:
+def state(module):
     buffers = {name: (id(t), t.clone()) for name, t in module.named_buffers()}
     others = {name: copy.deepcopy(v) for name, v in vars(module).items() if name[0] != "_"}
     return {"buffers": buffers, **others}
@@ -90,7 +89,7 @@ def state(module: nn.Module) -> dict[str, Any]:
 @pytest.mark.filterwarnings("ignore::lipbound.errors.Notice")
 @pytest.mark.parametrize("filled", [False, True])
 @pytest.mark.parametrize("kind", [InAttribute, InBuffers, MovingMean])
-def test_what_a_module_keeps_stays_as_it_was(kind: type[Plain], filled: bool) -> None:
+def test_what_a_module_keeps_stays_as_it_was(kind, filled):
     module = kind().eval()
     if filled:
         with torch.no_grad():
@@ -103,7 +102,7 @@ def test_what_a_module_keeps_stays_as_it_was(kind: type[Plain], filled: bool) ->
 
 
 @pytest.mark.filterwarnings("ignore::lipbound.errors.Notice")
-def test_a_cache_that_is_given_does_not_grow() -> None:
+def test_a_cache_that_is_given_does_not_grow():
     config = tf.LlamaConfig(**LLAMA)
     torch.manual_seed(0)
     model, cache = tf.LlamaModel(config).eval(), tf.DynamicCache(config=config)
@@ -117,7 +116,7 @@ def test_a_cache_that_is_given_does_not_grow() -> None:
     check(layers[0], exact, tol=1e-7, rtol=1e-5)
 
 
-def test_what_cannot_be_copied_is_shared() -> None:
+def test_what_cannot_be_copied_is_shared():
     """Loggers are one object however they are copied, and some things cannot be copied at all."""
     module = InBuffers().eval()
     module.log, module.other = logging.getLogger("lipbound.tests"), lambda: None

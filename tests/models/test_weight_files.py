@@ -1,9 +1,6 @@
 """Which files of a checkpoint are read, and what is said of those that cannot be."""
 
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +11,6 @@ from support.versions import newer_torch, newer_transformers
 
 import lipbound as lb
 from lipbound.errors import CheckpointError, Notice
-from lipbound.models.loading import load_checkpoint
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab\nsize 12345\n"
 IDS = torch.tensor([[5, 9, 3, 17, 40, 8, 22]])
@@ -22,22 +18,22 @@ PICKLED = newer_torch("2.6", "pickled weights that transformers reads")
 BOTH = pytest.mark.parametrize("weights", ["whole", "layers"])
 
 
-def llama(seed: int = 0) -> tf.PreTrainedModel:
+def llama(seed=0):
     return build(lambda: tf.LlamaModel(tf.LlamaConfig(**LLAMA)), seed)
 
 
-def says(folder: Path, **entries: object) -> None:
+def says(folder, **entries):
     """Write entries into a folder's config.json."""
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | entries))
 
 
-def outputs(folder: Path, weights: str) -> torch.Tensor:
+def outputs(folder, weights):
     with torch.no_grad():
-        return load_checkpoint(folder, weights=weights).model(IDS).last_hidden_state
+        return lb.load_checkpoint(folder, weights=weights).model(IDS).last_hidden_state
 
 
-def expected(model: tf.PreTrainedModel) -> torch.Tensor:
+def expected(model):
     model.set_attn_implementation("eager")
     with torch.no_grad():
         return model.base_model(IDS).last_hidden_state
@@ -47,19 +43,19 @@ SHARD = "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
-def harmed(name: str, change: Callable[[bytes], bytes], folder: Path) -> None:
+def harmed(name, change, folder):
     """Shards and their index, of which one file has other bytes."""
     llama().save_pretrained(folder, max_shard_size="20KB")
     (folder / name).write_bytes(change((folder / name).read_bytes()))
 
 
-def saying(entries: dict[str, object], folder: Path) -> None:
+def saying(entries, folder):
     """A whole checkpoint whose configuration says something else."""
     llama().save_pretrained(folder)
     says(folder, **entries)
 
 
-def named(rename: Callable[[str], str], folder: Path) -> None:
+def named(rename, folder):
     """A whole checkpoint whose weights have other names."""
     model = llama()
     model.config.save_pretrained(folder)
@@ -67,7 +63,7 @@ def named(rename: Callable[[str], str], folder: Path) -> None:
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def holding(value: float, folder: Path) -> None:
+def holding(value, folder):
     """A whole checkpoint with one number that is none."""
     model = llama()
     with torch.no_grad():
@@ -75,13 +71,13 @@ def holding(value: float, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def distributed(folder: Path) -> None:
+def distributed(folder):
     llama().save_pretrained(folder)
     shard = folder / "shard-00001-model-00001-of-00001.safetensors"
     shard.write_bytes((folder / "model.safetensors").read_bytes())
 
 
-def lost(folder: Path) -> None:
+def lost(folder):
     llama().save_pretrained(folder, max_shard_size="20KB")
     (folder / SHARD).unlink()
 
@@ -92,7 +88,7 @@ ELSEWHERE = "is named by the checkpoint and not there; fetch it again"
 FAILS = r"transformers fails on it \({}.*\); is its configuration whole, and sound"
 HUGE = newer_transformers("models are made in memory before their weights are read")
 TIED = r"embed_tokens\.weight among them, .* what is there instead is lm_head\.weight"
-REFUSED: list[Any] = [
+REFUSED = [
     # how it is saved, what it is saved with, and what must be said of it
     (harmed, (SHARD, lambda whole: whole[:-200]), BROKEN),
     (harmed, (SHARD, lambda whole: whole[:50]), BROKEN),
@@ -131,30 +127,26 @@ REFUSED += [pytest.param(*row, marks=ON_DISK) for row in UNFIT]
 
 @BOTH
 @pytest.mark.parametrize(("save", "given", "words"), REFUSED)
-def test_what_is_wrong_is_named(
-    save: Callable[..., None], given: Any, words: str, weights: str, tmp_path: Path
-) -> None:
+def test_what_is_wrong_is_named(save, given, words, weights, tmp_path):
     save(*given, tmp_path)
     with pytest.raises(CheckpointError, match=words):
-        load_checkpoint(tmp_path, weights=weights)
+        lb.load_checkpoint(tmp_path, weights=weights)
 
 
 @BOTH
-def test_folders_may_be_reached_in_any_way(weights: str, tmp_path: Path) -> None:
+def test_folders_may_be_reached_in_any_way(weights, tmp_path):
     llama().save_pretrained(tmp_path, max_shard_size="20KB")
     (tmp_path / "other").mkdir()
-    load_checkpoint(tmp_path / "other" / "..", weights=weights)
+    lb.load_checkpoint(tmp_path / "other" / "..", weights=weights)
 
 
-def written(model: tf.PreTrainedModel, file: Path) -> None:
+def written(model, file):
     tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     save_file(tensors, file, metadata={"format": "pt"})
 
 
 @BOTH
-def test_the_file_that_is_read_is_told_and_alone_makes_the_revision(
-    weights: str, tmp_path: Path
-) -> None:
+def test_the_file_that_is_read_is_told_and_alone_makes_the_revision(weights, tmp_path):
     other, options = llama(seed=3), {"weights": weights, "bounds": "none", "progress": False}
     llama().save_pretrained(tmp_path, max_shard_size="20KB")
     written(other, tmp_path / "model.safetensors")
@@ -164,7 +156,7 @@ def test_the_file_that_is_read_is_told_and_alone_makes_the_revision(
     assert note in ds.attrs["notes"]
     for file in (*tmp_path.glob("model-*"), tmp_path / INDEX):
         file.unlink()
-    assert load_checkpoint(tmp_path, weights=weights).revision == ds.attrs["revision"]
+    assert lb.load_checkpoint(tmp_path, weights=weights).revision == ds.attrs["revision"]
     assert torch.equal(outputs(tmp_path, weights), expected(other))
     written(llama(seed=4), tmp_path / "other.safetensors")
     says(tmp_path, transformers_weights="other.safetensors")
@@ -177,16 +169,14 @@ def test_the_file_that_is_read_is_told_and_alone_makes_the_revision(
     "asked", ["flash_attention_2", "owner/kernel-of-the-hub", "no-such-attention"]
 )
 @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
-def test_attention_that_the_configuration_asks_for_does_not_matter(
-    key: str, asked: str, weights: str, tmp_path: Path
-) -> None:
+def test_attention_that_the_configuration_asks_for_does_not_matter(key, asked, weights, tmp_path):
     llama().save_pretrained(tmp_path)
     says(tmp_path, **{key: asked})
     assert torch.equal(outputs(tmp_path, weights), expected(llama()))
 
 
 @PICKLED
-def test_a_pickled_module_is_not_run_and_no_advice_to_run_it_is_passed_on(tmp_path: Path) -> None:
+def test_a_pickled_module_is_not_run_and_no_advice_to_run_it_is_passed_on(tmp_path):
     model = llama()
     model.config.save_pretrained(tmp_path)
     torch.save(model, tmp_path / "pytorch_model.bin")
@@ -194,17 +184,17 @@ def test_a_pickled_module_is_not_run_and_no_advice_to_run_it_is_passed_on(tmp_pa
         CheckpointError,
         match="holds other things than weights, none of which were run; save the model again",
     ) as caught:
-        load_checkpoint(tmp_path)
+        lb.load_checkpoint(tmp_path)
     assert "\x1b" not in str(caught.value)
     torch.save({"state_dict": model.state_dict(), "epoch": 3}, tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="what is there instead is epoch, state_dict"):
-        load_checkpoint(tmp_path)
+        lb.load_checkpoint(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"junk")
     with pytest.raises(CheckpointError, match="its file is damaged or holds other"):
-        load_checkpoint(tmp_path)
+        lb.load_checkpoint(tmp_path)
 
 
-def test_a_finished_run_of_another_configuration_is_not_taken_for_this_one(tmp_path: Path) -> None:
+def test_a_finished_run_of_another_configuration_is_not_taken_for_this_one(tmp_path):
     folder, inputs = tmp_path / "model", {"input_ids": IDS}
     llama().save_pretrained(folder)
     options = {"bounds": "none", "progress": False}

@@ -4,9 +4,7 @@ left undone without a word."""
 import functools
 import math
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +13,6 @@ from support.commands import refused
 from support.models import AFFINE, SEQ2SEQ, TEXT, build
 from support.trainers import LENGTHS, NO_DROPOUT, SmallTrainer, decoder, texts, trainer_of
 from support.versions import marked
-from torch import Tensor, nn
 
 from lipbound.errors import LipboundError, Notice
 from lipbound.models.training import attention_layers, attention_probabilities
@@ -29,12 +26,12 @@ from lipbound.regularizers.penalties import (
 from lipbound.regularizers.trainer import PenaltyMixin
 
 
-def causal() -> tf.PreTrainedModel:
+def causal():
     """A model that takes ``num_items_in_batch``."""
     return decoder(**NO_DROPOUT)
 
 
-def classifier() -> tf.PreTrainedModel:
+def classifier():
     """A model that does not."""
     off = dict.fromkeys(("dropout", "attention_dropout", "seq_classif_dropout"), 0)
     sizes = {"dim": 24, "hidden_dim": 32, "n_layers": 2, "n_heads": 4}
@@ -44,25 +41,19 @@ def classifier() -> tf.PreTrainedModel:
     return model
 
 
-def accumulating(
-    make: Callable[[], tf.PreTrainedModel],
-    folder: Path,
-    steps: int = 1,
-    kind: type = SmallTrainer,
-    **options: Any,
-) -> Any:
+def accumulating(make, folder, steps=1, kind=SmallTrainer, **options):
     options |= {"per_device_train_batch_size": 4 // steps, "gradient_accumulation_steps": steps}
     return trainer_of(make(), folder, texts(make is classifier), kind, **options)
 
 
-def step(trainer: Any) -> tuple[float, Tensor]:
+def step(trainer):
     """Loss of one step, and all parameters after it."""
     trainer.train()
     loss = next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
     return loss, torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
 
 
-def mean_of(make: Callable[[], tf.PreTrainedModel], penalty: Any) -> float:
+def mean_of(make, penalty):
     """The penalty text by text, without padding, averaged."""
     model, values = make(), []
     if isinstance(penalty, Specformer):
@@ -75,7 +66,7 @@ def mean_of(make: Callable[[], tf.PreTrainedModel], penalty: Any) -> float:
     return sum(values) / len(values)
 
 
-PENALTIES: dict[str, Callable[[], Any]] = {
+PENALTIES = {
     "max": JaSMin,
     "mean": lambda: JaSMin(3, "mean"),
     "specformer": lambda: Specformer(0.1, 0.2, 0.3, steps=300),
@@ -86,7 +77,7 @@ PENALTIES: dict[str, Callable[[], Any]] = {
 
 
 @functools.cache
-def plain_loss(make: Callable[[], tf.PreTrainedModel]) -> float:
+def plain_loss(make):
     """That of a step without a penalty."""
     with tempfile.TemporaryDirectory() as folder:
         return step(accumulating(make, Path(folder), kind=tf.Trainer))[0]
@@ -95,9 +86,7 @@ def plain_loss(make: Callable[[], tf.PreTrainedModel]) -> float:
 @pytest.mark.each_value
 @pytest.mark.parametrize("name", PENALTIES)
 @pytest.mark.parametrize("make", [causal, classifier])
-def test_the_loss_does_not_depend_on_accumulation(
-    make: Callable[[], tf.PreTrainedModel], name: str, tmp_path: Path
-) -> None:
+def test_the_loss_does_not_depend_on_accumulation(make, name, tmp_path):
     """The loss of the Trainer and strength times the penalty of the texts one by one, however many
     are accumulated; the same step of the weights; and both terms are logged."""
     plain = plain_loss(make)
@@ -114,7 +103,7 @@ def test_the_loss_does_not_depend_on_accumulation(
         torch.testing.assert_close(parameters, exact, rtol=1e-3, atol=1e-4)
 
 
-def test_logged_terms_are_means_over_the_steps_since_the_last_log(tmp_path: Path) -> None:
+def test_logged_terms_are_means_over_the_steps_since_the_last_log(tmp_path):
     """Five steps of unequal numbers of batches, logged at every second: each entry adds up."""
     trainer = accumulating(causal, tmp_path, 4)
     trainer.args.max_steps, trainer.args.logging_steps = 5, 2
@@ -129,7 +118,7 @@ def test_logged_terms_are_means_over_the_steps_since_the_last_log(tmp_path: Path
         assert total == pytest.approx(entry["loss"], rel=1e-5)
 
 
-def test_gradient_checkpointing_and_compute_loss_func(tmp_path: Path) -> None:
+def test_gradient_checkpointing_and_compute_loss_func(tmp_path):
     losses, how = [], {"use_reentrant": False}
     for options in ({}, {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": how}):
         trainer = accumulating(causal, tmp_path, 2, **options)
@@ -142,14 +131,14 @@ def test_gradient_checkpointing_and_compute_loss_func(tmp_path: Path) -> None:
     torch.testing.assert_close(losses[0][1], losses[1][1], rtol=1e-4, atol=1e-5)
 
 
-def test_evaluation_has_no_penalty(tmp_path: Path) -> None:
+def test_evaluation_has_no_penalty(tmp_path):
     plain, trainer = accumulating(causal, tmp_path, kind=tf.Trainer), accumulating(causal, tmp_path)
     trainer.penalty, trainer.strength = JaSMin(), 0.5
     losses = [one.evaluate(texts())["eval_loss"] for one in (plain, trainer)]
     assert losses[0] == losses[1]
 
 
-def test_the_wrong_side_of_trainer_is_refused() -> None:
+def test_the_wrong_side_of_trainer_is_refused():
     with pytest.raises(LipboundError, match=r"write class Wrong\(PenaltyMixin, Trainer\)"):
         type("Wrong", (tf.Trainer, PenaltyMixin), {})
 
@@ -157,13 +146,13 @@ def test_the_wrong_side_of_trainer_is_refused() -> None:
         """A mixin of one's own."""
 
     class Right(Mine, tf.Trainer):
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        def compute_loss(self, *args, **kwargs):
             return super().compute_loss(*args, **kwargs)
 
     assert issubclass(Right, tf.Trainer)
 
 
-FORGOTTEN: list[tuple[Any, Any, str]] = [
+FORGOTTEN = [
     (JaSMin(), None, "has a penalty but no strength"),
     (JaSMin(), "1e-3", "strength is '1e-3'; it must be a finite number"),
     (JaSMin(), math.nan, "strength is nan"),
@@ -175,15 +164,13 @@ FORGOTTEN: list[tuple[Any, Any, str]] = [
 ]
 
 
-def test_what_was_forgotten_or_makes_no_sense(tmp_path: Path) -> None:
+def test_what_was_forgotten_or_makes_no_sense(tmp_path):
     trainer = accumulating(causal, tmp_path)
     for trainer.penalty, trainer.strength, words in FORGOTTEN:
         refused(trainer.train, words)
 
 
-def test_no_penalty_is_told_unless_it_was_asked_for(
-    tmp_path: Path, recwarn: pytest.WarningsRecorder
-) -> None:
+def test_no_penalty_is_told_unless_it_was_asked_for(tmp_path, recwarn):
     trainer = accumulating(causal, tmp_path)
     trainer.penalty, trainer.strength = JaSMin(), 0
     trainer.train()
@@ -192,7 +179,7 @@ def test_no_penalty_is_told_unless_it_was_asked_for(
         accumulating(causal, tmp_path).train()
 
 
-def test_a_penalty_that_trains_nothing_is_told(tmp_path: Path) -> None:
+def test_a_penalty_that_trains_nothing_is_told(tmp_path):
     trainer = accumulating(causal, tmp_path)
     for name, parameter in trainer.model.named_parameters():
         parameter.requires_grad_(name == "transformer.ln_f.weight")
@@ -203,7 +190,7 @@ def test_a_penalty_that_trains_nothing_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
-def test_padding_does_not_count_in_any_penalty(name: str, side: str) -> None:
+def test_padding_does_not_count_in_any_penalty(name, side):
     """Half-padded texts and one that is all padding: what the valid tokens give alone."""
     model = build(AFFINE[name]).double()
     ids = torch.randint(3, 60, (3, 10), generator=torch.Generator().manual_seed(2))
@@ -229,7 +216,7 @@ def test_padding_does_not_count_in_any_penalty(name: str, side: str) -> None:
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-8)
 
 
-def gradient(model: nn.Module, value: Tensor) -> list[Tensor]:
+def gradient(model, value):
     named = {n: p for n, p in model.named_parameters() if "embed" not in n and "wpe" not in n}
     weights = [p for n, p in named.items() if "weight" in n]
     found = torch.autograd.grad(value, weights, allow_unused=True)
@@ -237,7 +224,7 @@ def gradient(model: nn.Module, value: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", marked(["bart", "t5"], {"t5": "T5 calls no attention function"}))
-def test_encoders_and_decoders_have_their_own_padding(name: str) -> None:
+def test_encoders_and_decoders_have_their_own_padding(name):
     """At equal lengths: encoder, decoder and cross-attention give what the two texts give alone."""
     model = build(SEQ2SEQ[name]).double()
     ids = torch.randint(3, 60, (2, 8), generator=torch.Generator().manual_seed(2))
@@ -257,7 +244,7 @@ def test_encoders_and_decoders_have_their_own_padding(name: str) -> None:
         assert float(penalty(found)) == pytest.approx(float(torch.stack(values).mean()), rel=1e-5)
 
 
-def test_nothing_but_padding() -> None:
+def test_nothing_but_padding():
     model, ids = build(AFFINE["bert"]), torch.ones(1, 4, dtype=torch.long)
     with attention_probabilities(model) as found, attention_layers(model) as layers:
         model(ids, attention_mask=0 * ids)
@@ -265,7 +252,7 @@ def test_nothing_but_padding() -> None:
     assert layers == []
 
 
-def test_autocast_rounds_no_penalty() -> None:
+def test_autocast_rounds_no_penalty():
     model = build(lambda: tf.BertModel(tf.BertConfig(**TEXT)))
     with attention_layers(model) as layers:
         model(torch.arange(3, 9)[None])

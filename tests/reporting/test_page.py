@@ -7,8 +7,6 @@ import json
 import re
 import sys
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,47 +18,41 @@ from support.models import AFFINE, build, inputs_for
 from support.reference import head_function
 
 import lipbound as lb
-from lipbound import bounds
 from lipbound.attention import softmax
-from lipbound.attention.layer import Attention
 from lipbound.bounds.registry import get
-from lipbound.errors import LipboundError
-from lipbound.models.inputs import prepare
-from lipbound.models.loading import load_checkpoint
 from lipbound.reporting.page.render import BINS, SINGLE, of_layer, report
 
 HOSTILE = "</script><img src=x onerror=alert(1)> {{7*7}} \" ' & \x1b\u202e"
 
 
-def unpacked(page: str, name: str) -> bytes:
+def unpacked(page, name):
     (text,) = re.findall(rf'<script type="text/plain" id="{name}">([^<]*)</script>', page)
     return gzip.decompress(base64.b64decode(text))
 
 
-def data_of(page: Path) -> list[dict[str, Any]]:
-    result: list[dict[str, Any]] = json.loads(unpacked(page.read_text(), "data"))
-    return result
+def data_of(page):
+    return json.loads(unpacked(page.read_text(), "data"))
 
 
-def without_data(page: Path) -> str:
+def without_data(page):
     """What a browser shows before a script runs."""
     text = page.read_text()
     return re.sub(r'<script type="text/plain".*?</script>', "", text, flags=re.DOTALL)
 
 
 @pytest.fixture(scope="module")
-def ds(bert: Path, text: Path) -> xr.Dataset:
+def ds(bert, text):
     return lb.compare(bert, text, samples=3, max_length=12, progress=False)
 
 
 @pytest.fixture(scope="module")
-def page(ds: xr.Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def page(ds, tmp_path_factory):
     path = tmp_path_factory.mktemp("page") / "report.html"
     assert report(ds, path) == []
     return path
 
 
-def test_numbers_are_those_of_the_run(ds: xr.Dataset, page: Path) -> None:
+def test_numbers_are_those_of_the_run(ds, page):
     (run,) = data_of(page)
     geomean = lambda x: np.exp(np.log(x).mean("sample")).values  # noqa: E731
     for name in ("exact", "exact_l2", *ds.attrs["bounds"]):
@@ -79,12 +71,12 @@ def test_numbers_are_those_of_the_run(ds: xr.Dataset, page: Path) -> None:
     assert ["revision", ds.attrs["revision"]] in run["provenance"]
 
 
-def test_details_are_on_the_page(ds: xr.Dataset, page: Path, bert: Path) -> None:
+def test_details_are_on_the_page(ds, page, bert):
     (run,) = data_of(page)
     packed = np.frombuffer(unpacked(page.read_text(), "attention-data"), dtype=np.uint8)
     attention = packed.reshape(2, 4, 12, 12)
-    checkpoint = load_checkpoint(bert)
-    inputs = prepare(checkpoint, ds.attrs["source"]["data"], samples=3, max_length=12)
+    checkpoint = lb.load_checkpoint(bert)
+    inputs = lb.prepare(checkpoint, ds.attrs["source"]["data"], samples=3, max_length=12)
     for layer, att in enumerate(lb.capture(checkpoint.model, inputs.block(0, 1, "cpu"))):
         np.testing.assert_allclose((attention[layer] / 255.0) ** 2, att.p[0], atol=0.005)
         detail, norm = run["details"][layer], lb.spectral_norm(att, tol=1e-8, vectors=True)
@@ -98,9 +90,7 @@ def test_details_are_on_the_page(ds: xr.Dataset, page: Path, bert: Path) -> None
 
 
 @pytest.mark.parametrize("norm", ["every-token", "one-token"])
-def test_runs_in_norms_of_tokens_have_details(
-    norm: str, bert: Path, text: Path, tmp_path: Path
-) -> None:
+def test_runs_in_norms_of_tokens_have_details(norm, bert, text, tmp_path):
     ds = lb.compare(bert, text, samples=1, max_length=12, norm=norm, progress=False)
     assert report(ds, tmp_path / "x.html") == []
     (run,) = data_of(tmp_path / "x.html")
@@ -122,7 +112,7 @@ def test_runs_in_norms_of_tokens_have_details(
 @pytest.mark.each_value(kind=HARD)
 @pytest.mark.parametrize("map", ["head", "head_out"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_parts_are_those_of_dense_jacobians(kind: str, map: str) -> None:
+def test_parts_are_those_of_dense_jacobians(kind, map):
     """u^T J v splits into what passes through values, keys and queries: by autograd with two of the
     three held fixed."""
     whole = random_attention(kind)
@@ -158,11 +148,11 @@ def test_parts_are_those_of_dense_jacobians(kind: str, map: str) -> None:
 @pytest.mark.parametrize("map", ["head", "head_out"])
 @pytest.mark.parametrize("norm", ["frobenius", "every-token", "one-token"])
 @pytest.mark.parametrize("kind", ["biases", "causal", "padded"])
-def test_tokens_are_those_of_dense_jacobians(kind: str, norm: str, map: str) -> None:
+def test_tokens_are_those_of_dense_jacobians(kind, norm, map):
     """What each token has in u^T J v, and its profile, by blocks of the autograd Jacobian; in every
     norm."""
     att = random_attention(kind).select(slice(1, 2)).unpadded(0)
-    found = of_layer(att, map, ["lipbound"] if norm == "frobenius" else bounds.names(norm), norm)
+    found = of_layer(att, map, ["lipbound"] if norm == "frobenius" else lb.bounds.names(norm), norm)
     blocks = token_oracle.blocks(att, 0, map)  # (heads, i, j, r, D)
     if norm == "frobenius":
         steepest = lb.spectral_norm(att, map=map, method="dense", vectors=True)
@@ -190,7 +180,7 @@ def test_tokens_are_those_of_dense_jacobians(kind: str, norm: str, map: str) -> 
 
 
 @pytest.mark.parametrize("kind", ["plain", "biases", "causal", "sharp"])
-def test_shares_of_values_are_what_bounds_are_without_softmax(kind: str) -> None:
+def test_shares_of_values_are_what_bounds_are_without_softmax(kind):
     """With queries and keys shrunk to nothing and P kept, the published bounds are their value
     terms."""
     att = random_attention(kind)
@@ -198,14 +188,14 @@ def test_shares_of_values_are_what_bounds_are_without_softmax(kind: str) -> None
     b_q = None if att.b_q is None else 0 * att.b_q
     for name in names.split():
         parts = {"b_q": b_q, "b_k": att.b_k, "b_v": att.b_v, "mask": att.mask}
-        still = Attention(att.x, 0 * att.w_q, att.w_k, att.w_v, **parts)
+        still = lb.Attention(att.x, 0 * att.w_q, att.w_k, att.w_v, **parts)
         still.cache.keep("p", att.p)
         power = 2 if name.startswith("castin") else 1
         expected = (lb.bounds.get(name)(still) / lb.bounds.get(name)(att)) ** power
         torch.testing.assert_close(get(name).terms(att)["values"], expected, rtol=1e-6, atol=1e-12)
 
 
-def test_the_page_is_alone(page: Path) -> None:
+def test_the_page_is_alone(page):
     text, outside = page.read_text(), without_data(page)
     assert len(text) < 6e6
     assert not re.search(r"(?:src|href)=[\"'](?!data:)", outside)
@@ -214,7 +204,7 @@ def test_the_page_is_alone(page: Path) -> None:
     assert unpacked(text, "plotly").startswith(b"/**\n* plotly.js")
 
 
-def test_hostile_text_stays_text(ds: xr.Dataset, tmp_path: Path) -> None:
+def test_hostile_text_stays_text(ds, tmp_path):
     other = ds.copy(deep=True)
     names = ("model", "data", "architecture", "command", "map_description", "preprocessing")
     other.attrs |= dict.fromkeys(names, HOSTILE)
@@ -229,18 +219,16 @@ def test_hostile_text_stays_text(ds: xr.Dataset, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["plotly", "latex2mathml"])
-def test_what_is_not_installed_is_named(
-    ds: xr.Dataset, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_not_installed_is_named(ds, tmp_path, name, monkeypatch):
     """Bounds are still shown, their formulas as text."""
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(LipboundError, match=rf"needs {name}; pip install 'lipbound\[report\]'"):
+    with pytest.raises(lb.LipboundError, match=rf"needs {name}; pip install 'lipbound\[report\]'"):
         report(ds, tmp_path / "x.html", details=False)
     monkeypatch.setitem(sys.modules, "latex2mathml.converter", None)
     assert "norm" in get("yudin")._repr_html_()
 
 
-def test_what_cannot_be_shown_is_said(ds: xr.Dataset, tmp_path: Path, bert: Path) -> None:
+def test_what_cannot_be_shown_is_said(ds, tmp_path, bert):
     path = tmp_path / "x.html"
     moved = ds.copy()
     moved.attrs = ds.attrs | {"source": ds.attrs["source"] | {"model": str(tmp_path / "nowhere")}}
@@ -263,25 +251,17 @@ def test_what_cannot_be_shown_is_said(ds: xr.Dataset, tmp_path: Path, bert: Path
     assert report(ds, path, details=False) == []  # what nobody wanted is not missed
 
 
-def test_other_weights_do_not_pass_for_the_runs(ds: xr.Dataset, bert: Path, tmp_path: Path) -> None:
-    model = load_checkpoint(bert).model
+def test_other_weights_do_not_pass_for_the_runs(ds, bert, tmp_path):
+    model = lb.load_checkpoint(bert).model
     assert report(ds, tmp_path / "x.html", model=model) == []
     model.encoder.layer[1].attention.self.query.weight.data *= 1.7
     (notice,) = report(ds, tmp_path / "x.html", model=model)
     assert "the norms of layers 1 are not those of the run: other weights" in notice
 
 
-def test_whole_layers_show_every_sample(tmp_path: Path) -> None:
-    model, inputs = build(AFFINE["gpt2"]), {"input_ids": torch.arange(60).view(20, 3)}
-    options = {"map": "layer", "bounds": ["lipbound"], "progress": False}
-    report(lb.compare(model, inputs, samples=20, **options), tmp_path / "x.html")
-    (run,) = data_of(tmp_path / "x.html")
-    assert np.array(run["values"]["exact"]).shape == (2, 20)
-
-
-def test_runs_without_bounds_have_pages(bert: Path, text: Path, tmp_path: Path) -> None:
+def test_runs_without_bounds_have_pages(bert, text, tmp_path):
     """Of functions of the input, with details and extras, and of keys, with neither; also both."""
-    options: Any = {"samples": 2, "max_length": 8, "bounds": "none", "progress": False}
+    options = {"samples": 2, "max_length": 8, "bounds": "none", "progress": False}
     alone = lb.compare(bert, text, extras="frobenius,condition", **options)
     keys = lb.compare(bert, text, wrt="keys", **options | {"bounds": "default"})
     assert report(alone, tmp_path / "alone.html") == []
@@ -296,25 +276,16 @@ def test_runs_without_bounds_have_pages(bert: Path, text: Path, tmp_path: Path) 
         mean = lb.tables.table_of(ds).shown["geom. mean"].item()
         assert f"<td>{mean}</td>" in page
         assert f"<td>{mean}</td>" in (tmp_path / "both.html").read_text()
-        assert "bound / exact over" not in page
-        assert "and upper bounds on them" not in page
         assert ("as a function of its keys alone" in page) == (name == "keys")
-    assert any("left out, since the statement is of heads as" in note for note in run["notes"])
-    both = (tmp_path / "both.html").read_text()
-    assert "geometric means: exact constants</th>" in both
-    assert "as they enter the scores and a cache holds them; these are constants of" in both
     (run,) = data_of(tmp_path / "alone.html")
     assert run["panels"] == ["exact", "jacobian_frobenius", "jacobian_condition"]
     assert [len(scale["names"]) for scale in run["scales"]] == [1, 1, 1]
     shown = np.array(run["values"]["jacobian_frobenius"])
     np.testing.assert_allclose(shown, alone["jacobian_frobenius"], rtol=1e-5)
     assert len(run["details"]) == 2
-    assert any("Frobenius norm of the Jacobian: median" in note for note in run["notes"])
 
 
-def test_runs_side_by_side_have_daggers_and_tell_what_differs(
-    ds: xr.Dataset, bert: Path, text: Path, tmp_path: Path
-) -> None:
+def test_runs_side_by_side_have_daggers_and_tell_what_differs(ds, bert, text, tmp_path):
     options = {"samples": 3, "bounds": ["castin", "lipbound"], "progress": False}
     short = lb.compare(bert, text, max_length=6, **options)
     report([ds, short], tmp_path / "x.html", details=False)
@@ -329,13 +300,12 @@ def test_runs_side_by_side_have_daggers_and_tell_what_differs(
     notices = re.findall(r'<p class="notice">(.*?)</p>', page)
     differ = [line.split(":")[0] for line in notices if "differ" in line]
     assert differ == ["Lengths in tokens differ"]
-    assert re.search(r"at most 12 in .*, 6 in ", notices[0])
     report([ds, ds], tmp_path / "same.html", details=False)
     same = (tmp_path / "same.html").read_text()
     assert "differ:" not in re.sub(r"<script.*?</script>", "", same, flags=re.DOTALL)
 
 
-def test_panels_are_those_of_the_figures(ds: xr.Dataset, page: Path) -> None:
+def test_panels_are_those_of_the_figures(ds, page):
     (run,) = data_of(page)
     assert run["panels"] == [name for scale in run["scales"] for name in scale["names"]]
     assert run["scales"][0]["names"][:1] == ["exact"]
@@ -346,7 +316,7 @@ def test_panels_are_those_of_the_figures(ds: xr.Dataset, page: Path) -> None:
     assert "<msqrt>" in page.read_text()  # statements are typeset
 
 
-def test_infinite_and_missing_numbers_and_many_samples(ds: xr.Dataset, tmp_path: Path) -> None:
+def test_infinite_and_missing_numbers_and_many_samples(ds, tmp_path):
     other = ds.copy(deep=True)
     other["castin"][:, 0, 0] = np.inf
     other["exact"][:, 1, 1] = np.nan

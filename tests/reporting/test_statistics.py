@@ -125,19 +125,3 @@ def test_one_sample_has_no_interval_and_that_is_said() -> None:
         assert f"{RANGE}: smallest to largest" in of_two
         assert LIKELY not in of_two
         assert np.isnan(made.numbers["interval_lower"]).all()
-
-
-def test_intervals_are_the_same_every_time_and_in_every_format() -> None:
-    ds = made_up(samples=6)
-    made = tables.table_of(ds)
-    numbers = made.numbers
-    assert numbers.equals(tables.table_of(ds).numbers)
-    row = numbers.loc["lipbound"]
-    assert row["interval_lower"] < row["geomean"] < row["interval_upper"]
-    rows = made.data()["rows"]
-    assert rows[-2]["interval_upper"] == row["interval_upper"]
-    for form, words in (
-        *(("csv", "interval_lower"), ("text", "95% interval"), ("markdown", "95% interval")),
-        ("latex", r"95\% interval"),
-    ):
-        assert words in tables.WRITERS[form](made, *["page"] * (form == "latex"))

@@ -7,15 +7,13 @@ import re
 import numpy as np
 import pandas as pd
 import pytest
-import xarray as xr
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.checks import refused
 from support.models import AFFINE, build, inputs_for
 from support.runs import made_up
 
 import lipbound as lb
-from lipbound import tables
-from lipbound.errors import LipboundError
 from lipbound.formatting import digits, directed, number
 from lipbound.reporting import statistics
 from lipbound.reporting import tables as citations
@@ -26,14 +24,9 @@ HOSTILE = (
 )
 
 
-@pytest.fixture(scope="module")
-def ds(gpt2_run: xr.Dataset) -> xr.Dataset:
-    return gpt2_run.copy(deep=True)
-
-
 @settings(deadline=None, max_examples=300, derandomize=True)
 @given(x=st.floats(1e-12, 1e12), width=st.floats(1e-9, 0.5), where=st.floats(0, 1))
-def test_digits_are_those_that_the_enclosure_supports(x: float, width: float, where: float) -> None:
+def test_digits_are_those_that_the_enclosure_supports(x, width, where):
     """The true value, anywhere in x (1 -+ width / 2), is at most one unit of the last digit away
     from what is shown; one more digit need not be."""
     count = digits(x * (1 - width / 2), x * (1 + width / 2))
@@ -53,17 +46,17 @@ def test_digits_are_those_that_the_enclosure_supports(x: float, width: float, wh
         assert width * x > 10.0 ** (np.floor(np.log10(x)) - count) * (1 - 1e-9)
 
 
-def test_printed_summaries_have_the_range_and_the_audit(ds: xr.Dataset) -> None:
+def test_printed_summaries_have_the_range_and_the_audit(ds):
     """In 80 characters, where pandas leaves out columns in the middle; the longest name is there,
     and each ratio takes as many characters as any."""
-    summary = tables.summary(ds)
+    summary = lb.tables.summary(ds)
     summary.loc["castin_masked_mean_field", ["geomean", "min"]] = 1.234567e-100
     with pd.option_context("display.width", 80, "display.max_columns", 0):
         head = str(summary).splitlines()[0].split()
     assert [*head[:2], *head[-2:]] == ["geomean", "min", "sound", "violations"]
 
 
-def ends_of(cell: str) -> tuple[float, float]:
+def ends_of(cell):
     """Both ends of a cell, alike where it is one number."""
     ends = [float(end.replace(",", "").replace("n/a", "nan")) for end in cell.split(" to ")]
     return ends[0], ends[-1]
@@ -71,8 +64,8 @@ def ends_of(cell: str) -> tuple[float, float]:
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("by", tables.BY)
-def test_no_figure_contradicts_its_neighbour(by: str, seed: int) -> None:
+@pytest.mark.parametrize("by", lb.tables.BY)
+def test_no_figure_contradicts_its_neighbour(by, seed):
     """Whatever is resolved or not: printed ends are beyond those of all enclosures, the printed
     mean is between them and within a unit of its enclosure, and no bound that holds is below 1."""
     rng = np.random.default_rng(seed)
@@ -84,8 +77,8 @@ def test_no_figure_contradicts_its_neighbour(by: str, seed: int) -> None:
     for name, factor in {"yudin": 1.02, "lipbound": 1.0}.items():
         above = factor * np.exp(np.abs(rng.normal(scale=0.3, size=shape)))
         ds[name][...] = ds["exact"].values * above
-    made = tables.table_of(ds, by, bounds=["yudin", "lipbound"])
-    levels = ["layer", "head"][: tables.BY.index(by)]
+    made = lb.tables.table_of(ds, by, bounds=["yudin", "lipbound"])
+    levels = ["layer", "head"][: lb.tables.BY.index(by)]
     inner = [dim for dim in ds["exact"].dims if dim not in ("sample", *levels)]
     for key, row in made.shown.iterrows():
         if by == "bound":
@@ -120,14 +113,14 @@ def test_no_figure_contradicts_its_neighbour(by: str, seed: int) -> None:
 
 @settings(deadline=None, max_examples=300, derandomize=True)
 @given(x=st.floats(1e-300, 1e300), count=st.integers(1, 6))
-def test_ends_are_rounded_outwards_by_less_than_a_unit(x: float, count: int) -> None:
+def test_ends_are_rounded_outwards_by_less_than_a_unit(x, count):
     low, high = (float(directed(x, count, up).replace(",", "")) for up in (False, True))
     assert low <= x * (1 + 1e-12)
     assert high >= x * (1 - 1e-12)
     assert high - low <= 10.0 ** (np.floor(np.log10(x)) - count + 1) * (1 + 1e-9)
 
 
-def test_more_digits_for_closer_enclosures(ds: xr.Dataset) -> None:
+def test_more_digits_for_closer_enclosures(ds):
     """Four where 1e-3 or less is known, two ends where it is a fifth; there is no upper end for L2
     attention, whose norm counts as if it were tol wide."""
     model = build(AFFINE["gpt2"])
@@ -135,13 +128,13 @@ def test_more_digits_for_closer_enclosures(ds: xr.Dataset) -> None:
     close = lb.compare(model, inputs_for(model), tol=1e-8, dtype="float64", **options)
     wide = lb.compare(model, inputs_for(model), tol=0.2, **options)
     rough = lb.compare(model, inputs_for(model), tol=0.2, delta=None, **options)
-    shown = [tables.readable(one).loc["yudin", "geom. mean"] for one in (rough, ds, close)]
+    shown = [lb.tables.readable(one).loc["yudin", "geom. mean"] for one in (rough, ds, close)]
     assert [len(re.sub("[^0-9]", "", text).lstrip("0")) for text in shown[1:]] == [4, 4]
     low, high = (float(one.replace(",", "")) for one in shown[0].split(" to "))
-    ends = [tables.summary(rough).loc["yudin", "geomean"] / by for by in (1.2, 1)]
+    ends = [lb.tables.summary(rough).loc["yudin", "geomean"] / by for by in (1.2, 1)]
     assert low <= ends[0] < ends[1] <= high < 1.2 * 1.1**2 * low  # two digits
 
-    def width(run: xr.Dataset, name: str) -> float:
+    def width(run, name):
         low, high = (statistics.geomean(statistics.quantity(run, name, end)) for end in (0, 1))
         return high / low - 1
 
@@ -154,8 +147,8 @@ def test_more_digits_for_closer_enclosures(ds: xr.Dataset) -> None:
 @pytest.mark.parametrize("how", ["geomean", "mean", "max", "median", 0.25])
 @pytest.mark.parametrize("by", ["layer", "head"])
 @pytest.mark.parametrize("values", ["ratio", "value"])
-def test_breakdown_by_plain_numpy(ds: xr.Dataset, by: str, how: str | float, values: str) -> None:
-    table = tables.breakdown(ds, by, bounds=["yudin", "kim"], reduce=how, values=values)
+def test_breakdown_by_plain_numpy(ds, by, how, values):
+    table = lb.tables.breakdown(ds, by, bounds=["yudin", "kim"], reduce=how, values=values)
     assert table.index.names == (["layer"] if by == "layer" else ["layer", "head"])
     functions = {
         "geomean": lambda a: np.exp(np.log(a).mean()),
@@ -176,29 +169,29 @@ def test_breakdown_by_plain_numpy(ds: xr.Dataset, by: str, how: str | float, val
         assert row["sample_max"] == pytest.approx(max(single))
 
 
-@pytest.mark.parametrize("by", tables.BY)
-def test_every_table_in_every_format(ds: xr.Dataset, by: str) -> None:
+@pytest.mark.parametrize("by", lb.tables.BY)
+def test_every_table_in_every_format(ds, by):
     options = {"by": by, "bounds": ["castin", "lipbound"]}
     options |= {} if by == "bound" else {"reduce": "median"}
-    made = tables.table_of(ds, **options)
+    made = lb.tables.table_of(ds, **options)
     for format in ("text", "markdown", "latex"):
         # headings of LaTeX in several lines
-        text = " ".join(tables.WRITERS[format](made).replace("\\\\", " ").split())
+        text = " ".join(lb.tables.WRITERS[format](made).replace("\\\\", " ").split())
         for part in ("Castin 2024, 3.3", "(castin):", "GPT2Model"):
             assert part in text
         assert "(float32 model), enclosed to 0.001 with failure probability" in text
         assert "(specformer):" not in text  # footnotes of what is shown
         assert ("median over samples" in text.lower()) == (by != "bound")
-    table = pd.read_csv(io.StringIO(tables.render(ds, "csv", **options)))
+    table = pd.read_csv(io.StringIO(lb.tables.render(ds, "csv", **options)))
     assert len(table) == {"bound": 2, "layer": 2, "head": 8}[by]
     if by == "head":
         expected = ds["exact"].median("sample").values.ravel()
         np.testing.assert_allclose(table["exact"], expected, rtol=1e-12)
 
 
-def test_latex_sets_numbers_one_way(ds: xr.Dataset) -> None:
-    for by in tables.BY:
-        text = tables.latex(ds, by=by, width="page")
+def test_latex_sets_numbers_one_way(ds):
+    for by in lb.tables.BY:
+        text = lb.tables.latex(ds, by=by, width="page")
         bodies = re.findall(r"\\midrule\n(.*?)\\bottomrule", text, re.DOTALL)
         cells = [
             cell.strip()
@@ -221,37 +214,36 @@ def test_latex_sets_numbers_one_way(ds: xr.Dataset) -> None:
         assert not any("dagger" in line for line in text.splitlines() if line.startswith("%"))
 
 
-def test_whole_layers_have_no_heads(ds: xr.Dataset) -> None:
+def test_whole_layers_have_no_heads(ds):
     model = build(AFFINE["gpt2"])
     layers = lb.compare(model, inputs_for(model), map="layer", bounds=["lipbound"], progress=False)
-    assert list(tables.breakdown(layers, "layer").index) == [0, 1]
-    assert "samples:" in tables.render(layers, by="layer")
-    with pytest.raises(LipboundError, match="has no heads"):
-        tables.breakdown(layers, "head")
+    assert list(lb.tables.breakdown(layers, "layer").index) == [0, 1]
+    assert "samples:" in lb.tables.render(layers, by="layer")
+    refused(lambda: lb.tables.breakdown(layers, "head"), "has no heads")
     assert "2 layers)" not in citations.methods(layers, "text")
     assert "2 layers; weights" in citations.methods(layers, "text")
 
 
-def test_hostile_names_stay_text(ds: xr.Dataset) -> None:
+def test_hostile_names_stay_text(ds):
     hostile = ds.copy(deep=True)
     names = "model data architecture device revision preprocessing map_description"
     hostile.attrs |= dict.fromkeys(names.split(), HOSTILE)
     for name in ("castin", "yudin"):
         hostile[name].attrs |= {"label": HOSTILE, "caveat": HOSTILE}
     hostile.attrs["not_applicable"] = {"newhouse": HOSTILE}
-    for by in tables.BY:
-        made = tables.table_of(hostile, by)
-        text = tables.WRITERS["text"](made)
+    for by in lb.tables.BY:
+        made = lb.tables.table_of(hostile, by)
+        text = lb.tables.WRITERS["text"](made)
         assert "\x1b" not in text
         assert "\u202e" not in text
-        marked = tables.WRITERS["markdown"](made)
+        marked = lb.tables.WRITERS["markdown"](made)
         assert "<script>" not in marked
         assert "\\[x\\](javascript:y)" in marked
         assert not re.search(r"(?<!\\)\[x", marked)
         assert "\x1b" not in marked
         rows = [line for line in marked.splitlines() if line.startswith("|")]
         assert len({len(re.findall(r"(?<!\\)\|", row)) for row in rows}) == 1  # no cell ends early
-        typeset = tables.WRITERS["latex"](made)
+        typeset = lb.tables.WRITERS["latex"](made)
         lines = [line for line in typeset.splitlines() if not line.startswith("%")]
         assert not any("\\input" in line or "\r" in line for line in lines)
         assert "\\textbackslash{}input\\{/etc/passwd\\}" in "".join(lines)
@@ -262,45 +254,35 @@ def test_hostile_names_stay_text(ds: xr.Dataset) -> None:
     assert "\\input{" not in citations.cite(hostile, "latex")
 
 
-def test_a_run_says_itself_what_its_bounds_are(ds: xr.Dataset) -> None:
+def test_a_run_says_itself_what_its_bounds_are(ds):
     """As `lipbound.compare` wrote it, whatever the registry says."""
     own = ds.rename(castin="mine", castin_sound="mine_sound")
     own.attrs["bounds"] = [{"castin": "mine"}.get(name, name) for name in ds.attrs["bounds"]]
     own["mine"].attrs["caveat"] = "it is mine"
-    assert "\u2020 Castin 2024, 3.3 (mine): it is mine" in tables.render(own, bounds=["mine"])
-    with pytest.raises(LipboundError, match="unknown bound 'mine'"):
-        citations.citation_keys(own)  # there is nothing to cite
+    assert "\u2020 Castin 2024, 3.3 (mine): it is mine" in lb.tables.render(own, bounds=["mine"])
+    refused(lambda: citations.citation_keys(own), "unknown bound 'mine'")
 
 
-def test_methods_say_the_settings_of_the_run(ds: xr.Dataset) -> None:
+def test_methods_say_the_settings_of_the_run(ds):
     text, typeset = citations.methods(ds, "text"), citations.methods(ds)
     found = [ds.attrs[name] for name in ("revision", "data_fingerprint", "architecture")]
     for part in (
         *found,
         *("lipbound 0.1.0", "2 layers x 4 heads", "torch 2.", ds.attrs["date"][:10]),
         f"2 samples of at most {ds.attrs['tokens']} tokens",
-        *(
-            "(float32 model)",
-            "enclosed to 0.001 with failure probability 1e-6",
-            "at least 1 - 1e-6",
-        ),
-        *("seed 0", "both with every rounding included"),
+        *("(float32 model)", "enclosed to 0.001 with failure probability 1e-6", "seed 0"),
         *("(Yudin et al. 2025)", "(Castin et al. 2024)"),
-        "is compared with the constant of L2 attention",
     ):
         assert part in text, part
     assert set(re.findall(r"\\cite\{(\w+)\}", typeset)) == set(citations.citation_keys(ds))
     assert "$1 - 10^{-6}$" in typeset
     model, options = build(AFFINE["gpt2"]), {"bounds": ["yudin"], "progress": False}
     rough = lb.compare(model, inputs_for(model), delta=None, samples=1, **options)
-    said = citations.methods(rough, "text")
-    assert "lower ends, sought to 0.001. They are values that the norms attain, less" in said
-    assert "less every rounding, without upper ends" in said
-    assert "1 sample of" in said
-    assert "lower ends, sought to 0.001" in tables.render(rough)
+    for said in (citations.methods(rough, "text"), lb.tables.render(rough)):
+        assert "lower ends, sought to 0.001" in said
 
 
-def test_below_exact_is_told(ds: xr.Dataset) -> None:
+def test_below_exact_is_told(ds):
     other = ds.copy(deep=True)
     other["castin"][...] = other["exact"] / 2
     other["castin"].attrs["caveat"] = "it is 50 % of\n\\input{x}"
@@ -309,11 +291,10 @@ def test_below_exact_is_told(ds: xr.Dataset) -> None:
     assert "because it is 50 \\% of \\textbackslash{}input\\{x\\}." in citations.methods(other)
 
 
-def test_citations_come_from_the_registry(ds: xr.Dataset) -> None:
+def test_citations_come_from_the_registry(ds):
     other = ds.copy(deep=True)
     other["yudin"].attrs["citation"] = "x}\\input{/etc/passwd"
     assert "\\input{" not in citations.cite(other, "latex")
     assert citations.citation_keys(other) == citations.citation_keys(ds)
     other.attrs["tol"] = "\\input{x}"
-    with pytest.raises(LipboundError, match="its setting 'tol' is"):
-        citations.methods(other)
+    refused(lambda: citations.methods(other), "its setting 'tol' is")

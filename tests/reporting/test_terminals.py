@@ -1,11 +1,9 @@
 """What commands print is folded to the terminal, and nothing of it is lost there."""
 
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
-import xarray as xr
 from rich.cells import cell_len as cells
 from support.commands import said
 from support.runs import made_up
@@ -17,14 +15,12 @@ from lipbound.runs import store
 
 
 @pytest.fixture(scope="module")
-def ds() -> xr.Dataset:
+def ds():
     return made_up()
 
 
 @pytest.mark.parametrize("command", ["table RUN", "table RUN --by layer", "bounds"])
-def test_commands_are_as_wide_as_the_terminal(
-    command: str, ds: xr.Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_are_as_wide_as_the_terminal(command, ds, tmp_path, monkeypatch):
     run = store.save(ds, tmp_path / "up.zarr")
     for width in (60, 80):
         monkeypatch.setenv("COLUMNS", str(width))
@@ -34,11 +30,11 @@ def test_commands_are_as_wide_as_the_terminal(
 
 
 @pytest.mark.parametrize("by", tables.BY)
-def test_numbers_stay_whole_at_every_width(ds: xr.Dataset, by: str) -> None:
+def test_numbers_stay_whole_at_every_width(ds, by):
     """Every number of the table as wide as it likes is in the narrow one, or its column is named as
     left out; so are all footnotes."""
 
-    def rows(text: str) -> list[str]:
+    def rows(text):
         body = text.partition("----")[2].partition("\n\n\u2020")[0]
         return re.findall(r"(?<!\S)(?:\d[\d,.]*(?:e-?\d+)?|inf|n/a)(?!\S)", body)
 
@@ -52,7 +48,7 @@ def test_numbers_stay_whole_at_every_width(ds: xr.Dataset, by: str) -> None:
         assert all("".join(note.split()) in "".join(text.split()) for note in table.notes)
 
 
-def test_nothing_known_is_nothing_claimed(ds: xr.Dataset, capsys: pytest.CaptureFixture) -> None:
+def test_nothing_known_is_nothing_claimed(ds, capsys):
     empty = ds.copy(deep=True)
     empty["exact"][...] = np.nan
     bare = ds.assign_attrs(bounds=[])

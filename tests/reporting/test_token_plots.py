@@ -1,7 +1,5 @@
 """Figures of single tokens."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from support.variants import layer
@@ -10,11 +8,11 @@ import lipbound as lb
 
 
 @pytest.fixture(scope="module")
-def profile() -> lb.TokenProfile:
+def profile():
     return lb.token_profile(layer(2, frozenset(), n=9, heads=4))
 
 
-def test_cells_are_the_norms_and_ticks_the_tokens(profile: lb.TokenProfile, tmp_path: Path) -> None:
+def test_cells_are_the_norms_and_ticks_the_tokens(profile, tmp_path):
     words = ["[CLS]", "the", "a_very_long_token_of_text", "$x$", "cat", "sat", "on", "it", "."]
     figure = lb.plots.token_profile(profile, words, tmp_path / "tokens.png", sample=1)
     top, bottom = figure.axes[:2]
@@ -30,7 +28,7 @@ def test_cells_are_the_norms_and_ticks_the_tokens(profile: lb.TokenProfile, tmp_
     assert (tmp_path / "tokens.png").stat().st_size > 1000
 
 
-def test_one_head_is_bars_and_few_tokens_are_named_where_many_are(profile: lb.TokenProfile) -> None:
+def test_one_head_is_bars_and_few_tokens_are_named_where_many_are(profile):
     figure = lb.plots.token_profile(profile, heads=[2], width=1.2)
     heights = [bar.get_height() for bar in figure.axes[0].patches]
     np.testing.assert_allclose(heights, profile.lower[0, 2].numpy(), rtol=1e-7)
@@ -40,9 +38,7 @@ def test_one_head_is_bars_and_few_tokens_are_named_where_many_are(profile: lb.To
 
 @pytest.mark.parametrize("width", ["column", "page"])
 @pytest.mark.parametrize("heads", [None, [1]])
-def test_nothing_stands_on_anything_else(
-    profile: lb.TokenProfile, width: str, heads: list[int] | None
-) -> None:
+def test_nothing_stands_on_anything_else(profile, width, heads):
     figure = lb.plots.token_profile(
         profile, ["a_long_token_of_text"] * 9, width=width, heads=heads, title="a model, layer 4"
     )

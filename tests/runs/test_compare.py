@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -12,13 +10,12 @@ from transformers import BertConfig, BertModel
 import lipbound as lb
 from lipbound.bounds.audit import audit
 from lipbound.bounds.ours import block_norms
-from lipbound.errors import StoreError
 
 TEXTS = ["the ferry is in a clock", "the keeper and the lighthouse", "a island of the ferry"]
 OPTIONS = {"max_length": 12, "progress": False}
 
 
-def test_values_are_those_of_the_layers(bert: Path) -> None:
+def test_values_are_those_of_the_layers(bert):
     ds = lb.compare(bert, TEXTS, dtype="float64", tol=1e-9, **OPTIONS)
     assert ds["exact"].dims == ("sample", "layer", "head")
     assert ds["exact"].shape == (3, 2, 4)
@@ -33,7 +30,7 @@ def test_values_are_those_of_the_layers(bert: Path) -> None:
 
 
 @pytest.mark.parametrize("padding", ["right", "left"])
-def test_numbers_do_not_depend_on_the_size_of_blocks(padding: str, bert: Path) -> None:
+def test_numbers_do_not_depend_on_the_size_of_blocks(padding, bert):
     """Padded texts, one, several or all at a time: rounding of the model's own products apart, and
     what is not measured stays so."""
     torch.manual_seed(0)
@@ -57,7 +54,7 @@ def test_numbers_do_not_depend_on_the_size_of_blocks(padding: str, bert: Path) -
             assert bool((ds["exact"].notnull() == one["exact"].notnull()).all())
 
 
-def test_same_seed_same_numbers(bert: Path) -> None:
+def test_same_seed_same_numbers(bert):
     first, second = (lb.compare(bert, TEXTS, bounds=["castin"], **OPTIONS) for _ in range(2))
     assert first.drop_attrs().identical(second.drop_attrs())
     other = lb.compare(bert, TEXTS, bounds=["castin"], seed=1, **OPTIONS)
@@ -65,7 +62,7 @@ def test_same_seed_same_numbers(bert: Path) -> None:
     np.testing.assert_allclose(first["exact"], other["exact"], rtol=1e-3)
 
 
-def test_exact_samples_layers_and_estimates(bert: Path) -> None:
+def test_exact_samples_layers_and_estimates(bert):
     options = {"exact_samples": 1, "delta": None, **OPTIONS}
     ds = lb.compare(bert, TEXTS, layers=[1], bounds="yudin,kim", **options)
     assert ds["layer"].values.tolist() == [1]
@@ -82,16 +79,14 @@ def test_exact_samples_layers_and_estimates(bert: Path) -> None:
     assert "exact_l2" not in whole
 
 
-def test_a_full_disk_does_not_cost_the_run(
-    bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(self: xr.Dataset, *args: object, **kwargs: object) -> None:
+def test_a_full_disk_does_not_cost_the_run(bert, tmp_path, monkeypatch):
+    def full(self, *args, **kwargs):
         raise OSError(28, "No space left on device")
 
     options = {"bounds": ["castin"], "out": tmp_path / "run.zarr", **OPTIONS}
     with monkeypatch.context() as patch:
         patch.setattr(xr.Dataset, "to_zarr", full)
-        with pytest.raises(StoreError, match="No space left on device") as caught:
+        with pytest.raises(lb.errors.StoreError, match="No space left on device") as caught:
             lb.compare(bert, TEXTS, **options)
     lost = caught.value.dataset
     assert lost is not None
@@ -104,7 +99,7 @@ def test_a_full_disk_does_not_cost_the_run(
 # -- the audit -------------------------------------------------------------------------------------
 
 
-def doctored(query_bias: float = 0.0, scale: float = 1.0, decoder: bool = False) -> BertModel:
+def doctored(query_bias=0.0, scale=1.0, decoder=False):
     """A tiny BERT whose first layer breaks published statements: small or biased inputs, a causal
     mask."""
     torch.manual_seed(0)
@@ -118,7 +113,7 @@ def doctored(query_bias: float = 0.0, scale: float = 1.0, decoder: bool = False)
     return model
 
 
-def run(model: BertModel, length: int = 20) -> xr.Dataset:
+def run(model, length=20):
     ids = torch.randint(3, 60, (2, length), generator=torch.Generator().manual_seed(0))
     return lb.compare(model, {"input_ids": ids}, layers=[0], progress=False)
 
@@ -132,7 +127,7 @@ def run(model: BertModel, length: int = 20) -> xr.Dataset:
         ("castin_mean_field", doctored(decoder=True)),
     ],
 )
-def test_the_audit_catches_unsound_statements(name: str, model: BertModel) -> None:
+def test_the_audit_catches_unsound_statements(name, model):
     ds = run(model)
     entry = ds.attrs["audit"][name]
     assert entry["violations"] > 0
@@ -144,7 +139,7 @@ def test_the_audit_catches_unsound_statements(name: str, model: BertModel) -> No
         assert ds.attrs["audit"][other]["sound"] == 8
 
 
-def test_the_audit_counts_broken_theorems() -> None:
+def test_the_audit_counts_broken_theorems():
     ds = run(doctored())
     ds["yudin"][0, 0, 1] = 0.5 * ds["exact"][0, 0, 1]
     entry = audit(ds)["yudin"]
@@ -152,15 +147,13 @@ def test_the_audit_counts_broken_theorems() -> None:
     assert entry["worst"] == pytest.approx(0.5)
 
 
-def captured(bert: Path, texts: list[str]) -> list[lb.Attention]:
+def captured(bert, texts):
     """Layers of the small BERT at some texts, in float64."""
     batch = lb.load_checkpoint(bert).tokenizer()(texts, padding=True, return_tensors="pt")
     return lb.capture(BertModel.from_pretrained(bert).double(), dict(batch))
 
 
-def test_bounds_are_left_out_of_inputs_that_are_too_long_for_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_bounds_are_left_out_of_inputs_that_are_too_long_for_them(monkeypatch):
     options = {"samples": 1, "max_length": 12, "layers": [0], "progress": False}
     monkeypatch.setattr(block_norms, "STORED", 8.0 * (block_norms.MATRICES + 4) * 11**2)
     ds = lb.compare("builtin:gpt2", **options)

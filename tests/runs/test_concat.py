@@ -1,16 +1,12 @@
 """Runs put together, with the provenance of each."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
-import xarray as xr
 from support.commands import refused
 from support.runs import OPTIONS, TEXTS, identical
 
 import lipbound as lb
 from lipbound import schema, tables
-from lipbound.errors import StoreError
 from lipbound.runs.checksums import checksums, edited
 from lipbound.runs.concat import split
 from lipbound.runs.config import RunConfig
@@ -20,12 +16,12 @@ OTHERS = ["a ferry of the island", "the clock"]
 
 
 @pytest.fixture(scope="module")
-def other(bert: Path) -> xr.Dataset:
+def other(bert):
     """A run on other texts."""
     return lb.compare(bert, OTHERS, **OPTIONS)
 
 
-def test_only_the_data_of_what_is_shown_are_named(whole: xr.Dataset, other: xr.Dataset) -> None:
+def test_only_the_data_of_what_is_shown_are_named(whole, other):
     ds = lb.concat([whole, other])
     for words in (tables.caption, tables.methods):
         names = [run.attrs["data"] for run in (whole, other)]
@@ -35,7 +31,7 @@ def test_only_the_data_of_what_is_shown_are_named(whole: xr.Dataset, other: xr.D
         assert names[0] not in alone
 
 
-def test_samples_of_two_runs(whole: xr.Dataset, other: xr.Dataset, tmp_path: Path) -> None:
+def test_samples_of_two_runs(whole, other, tmp_path):
     ds = lb.concat([whole, other])
     for name in (*schema.own(whole), "length", "checksum"):
         np.testing.assert_array_equal(ds[name], np.concatenate([whole[name], other[name]]))
@@ -56,7 +52,7 @@ def test_samples_of_two_runs(whole: xr.Dataset, other: xr.Dataset, tmp_path: Pat
     assert len(tables.summary(ds)) == 2
 
 
-def test_layers_of_two_runs_make_the_run_of_both(bert: Path, whole: xr.Dataset) -> None:
+def test_layers_of_two_runs_make_the_run_of_both(bert, whole):
     parts = [lb.compare(bert, TEXTS, **OPTIONS | {"layers": [layer]}) for layer in (1, 0)]
     ds = lb.concat(parts)
     assert ds["layer"].values.tolist() == [0, 1]
@@ -67,9 +63,7 @@ def test_layers_of_two_runs_make_the_run_of_both(bert: Path, whole: xr.Dataset) 
     assert (Contents.of(ds).all_layers, ds.attrs["samples"]) == (True, 4)
 
 
-def test_samples_and_layers_and_runs_put_together_before(
-    whole: xr.Dataset, other: xr.Dataset
-) -> None:
+def test_samples_and_layers_and_runs_put_together_before(whole, other):
     first, second = ([run.sel(layer=[k]) for k in (0, 1)] for run in (whole, other))
     ds = lb.concat([lb.concat(first), lb.concat(second[::-1])])
     expected = lb.concat([whole, other])
@@ -81,7 +75,7 @@ def test_samples_and_layers_and_runs_put_together_before(
     assert (Contents.of(halves).runs, halves.attrs["delta"]) == (1, 1e-6)
 
 
-def test_samples_with_exact_norms_come_first(bert: Path) -> None:
+def test_samples_with_exact_norms_come_first(bert):
     options = OPTIONS | {"exact_samples": 1}
     ds = lb.concat([lb.compare(bert, texts, **options) for texts in (TEXTS[:2], OTHERS)])
     known = ds["exact"].notnull().any(["layer", "head"])
@@ -90,7 +84,7 @@ def test_samples_with_exact_norms_come_first(bert: Path) -> None:
     assert ds.attrs["exact_samples"] == 2
 
 
-def test_heads_of_layers_with_fewer(whole: xr.Dataset) -> None:
+def test_heads_of_layers_with_fewer(whole):
     """The run of the layer with fewer heads has no places for those that it lacks."""
     less, more = whole.isel(layer=[0], head=[0, 1]), whole.isel(layer=[1])
     ds = lb.concat([less, more])
@@ -98,12 +92,12 @@ def test_heads_of_layers_with_fewer(whole: xr.Dataset) -> None:
     assert Contents.of(ds).heads == (2, 4)
     assert edited(ds) is False
     fewer = whole.isel(layer=[0], head=[1])
-    refused(lambda: lb.concat([fewer, more]), "heads is", error=StoreError)
+    refused(lambda: lb.concat([fewer, more]), "heads is", error=lb.errors.StoreError)
 
 
-def test_runs_that_do_not_agree(bert: Path, whole: xr.Dataset, other: xr.Dataset) -> None:
+def test_runs_that_do_not_agree(bert, whole, other):
     parts = whole.isel(layer=[0]), whole.isel(layer=[1], sample=[0])
-    others: list[dict[str, object]] = [{"seed": 1}, {"tol": 1e-2}, {"dtype": "float64"}]
+    others = [{"seed": 1}, {"tol": 1e-2}, {"dtype": "float64"}]
     others += [{"bounds": "yudin"}, {"extras": "frobenius"}, {"wrt": "values", "bounds": "none"}]
     for runs, words in (
         ([whole], "runs is no list of two at least"),
@@ -121,12 +115,12 @@ def test_runs_that_do_not_agree(bert: Path, whole: xr.Dataset, other: xr.Dataset
             for changes in others
         ),
     ):
-        refused(lambda runs=runs: lb.concat(runs), words, error=StoreError)
+        refused(lambda runs=runs: lb.concat(runs), words, error=lb.errors.StoreError)
     ds = lb.concat([whole, other])
-    refused(lambda: RunConfig.of(ds), "cannot be computed again as one", error=StoreError)
+    refused(lambda: RunConfig.of(ds), "cannot be computed again as one", error=lb.errors.StoreError)
 
 
-def test_every_run_is_verified(bert: Path, tmp_path: Path) -> None:
+def test_every_run_is_verified(bert, tmp_path):
     texts, options = [tmp_path / "one.txt", tmp_path / "two.txt"], {"max_length": 6, "samples": 1}
     for file, lines in zip(texts, (TEXTS, OTHERS), strict=True):
         file.write_text("\n".join(lines))
@@ -143,7 +137,7 @@ def test_every_run_is_verified(bert: Path, tmp_path: Path) -> None:
     assert "run 0: " not in text
 
 
-def test_parts_are_verified(bert: Path, tmp_path: Path) -> None:
+def test_parts_are_verified(bert, tmp_path):
     """By the numbers that they had in the run, with its shares of delta, heads and samples."""
     (tmp_path / "one.txt").write_text("\n".join(TEXTS * 3))
     options = {"max_length": 6, "samples": 2, "bounds": ["yudin"], "progress": False}

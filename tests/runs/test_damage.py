@@ -6,17 +6,14 @@ import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import xarray as xr
 import zarr
 from support.commands import command, refused
 from support.runs import OPTIONS, TEXTS
 
 import lipbound as lb
-from lipbound import tables
 from lipbound.bounds.audit import audit, missing
 from lipbound.errors import AlteredRunError, DamagedRunWarning, StoreError
 from lipbound.runs.checksums import faults
@@ -25,34 +22,34 @@ Change = Callable[[Path], None]
 
 
 @pytest.fixture(scope="module")
-def sound(whole: xr.Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sound(whole, tmp_path_factory):
     """The run of `support.runs`; copy it to damage it."""
     return lb.save(whole, tmp_path_factory.mktemp("sound") / "run.zarr")
 
 
-def chunk(run: Path, name: str) -> Path:
+def chunk(run, name):
     """The first file with values of a variable."""
     return next(file for file in sorted((run / name / "c").rglob("*")) if file.is_file())
 
 
-def without_chunk(name: str) -> Change:
+def without_chunk(name):
     return lambda run: chunk(run, name).unlink()
 
 
-def without_variable(name: str) -> Change:
+def without_variable(name):
     return lambda run: shutil.rmtree(run / name)
 
 
-def cut(name: str, size: int) -> Change:
+def cut(name, size):
     return lambda run: chunk(run, name).write_bytes(chunk(run, name).read_bytes()[:size]) and None
 
 
-def edited(name: str, at: Any, to: object) -> Change:
+def edited(name, at, to):
     return lambda run: zarr.open_group(run, mode="a")[name].__setitem__(at, to)
 
 
-def swapped(one: str, other: str) -> Change:
-    def change(run: Path) -> None:
+def swapped(one, other):
+    def change(run):
         first, second = chunk(run, one), chunk(run, other)
         values = first.read_bytes(), second.read_bytes()
         first.write_bytes(values[1])
@@ -61,10 +58,10 @@ def swapped(one: str, other: str) -> Change:
     return change
 
 
-def setting(name: str, to: object, of: str = "") -> Change:
+def setting(name, to, of=""):
     """Edit what the run, or a variable, says about itself; None takes it away."""
 
-    def change(run: Path) -> None:
+    def change(run):
         file = run / of / "zarr.json"
         known = json.loads(file.read_text())
         known["attributes"][name] = to
@@ -75,7 +72,7 @@ def setting(name: str, to: object, of: str = "") -> Change:
     return change
 
 
-def text(name: str, content: str) -> Change:
+def text(name, content):
     return lambda run: (run / name / "zarr.json").write_text(content) and None
 
 
@@ -115,7 +112,7 @@ DAMAGE: list[tuple[Change, str]] = [
 
 
 @pytest.mark.parametrize("kind", range(len(DAMAGE)))
-def test_a_damaged_run_is_refused_in_one_sentence(kind: int, sound: Path, tmp_path: Path) -> None:
+def test_a_damaged_run_is_refused_in_one_sentence(kind, sound, tmp_path):
     change, sentence = DAMAGE[kind]
     run = Path(shutil.copytree(sound, tmp_path / "run.zarr"))
     change(run)
@@ -130,9 +127,7 @@ def test_a_damaged_run_is_refused_in_one_sentence(kind: int, sound: Path, tmp_pa
         assert accused == ({"lipbound"} if sentence == HERE else set())
 
 
-def test_every_command_refuses_it(
-    sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_command_refuses_it(sound, tmp_path, monkeypatch):
     run = Path(shutil.copytree(sound, tmp_path / "run.zarr"))
     edited("lipbound", (1, 0, 2), 1e-3)(run)
     monkeypatch.chdir(tmp_path)
@@ -142,7 +137,7 @@ def test_every_command_refuses_it(
     assert [path.name for path in tmp_path.iterdir()] == ["run.zarr"]
 
 
-def test_what_is_as_it_was_is_read_without_a_word(sound: Path, whole: xr.Dataset) -> None:
+def test_what_is_as_it_was_is_read_without_a_word(sound, whole):
     with warnings.catch_warnings():
         warnings.simplefilter("error", DamagedRunWarning)
         ds = lb.load(sound)
@@ -151,9 +146,7 @@ def test_what_is_as_it_was_is_read_without_a_word(sound: Path, whole: xr.Dataset
     refused(lambda: lb.load(sound, damaged="refused"), "did you mean 'refuse'")
 
 
-def test_words_of_variables_stay_with_runs_and_parts_of_them(
-    whole: xr.Dataset, tmp_path: Path
-) -> None:
+def test_words_of_variables_stay_with_runs_and_parts_of_them(whole, tmp_path):
     parts = [whole.isel(sample=[0]), whole.isel(sample=[1])]
     for number, ds in enumerate(
         [whole.isel(layer=[1]), lb.concat(parts), lb.diff(whole, whole), whole]
@@ -175,7 +168,7 @@ def test_words_of_variables_stay_with_runs_and_parts_of_them(
     assert sentence in lb.verify(noted, places=1, data=TEXTS).problems
 
 
-def test_a_finished_run_is_not_taken_up_when_it_is_damaged(sound: Path, tmp_path: Path) -> None:
+def test_a_finished_run_is_not_taken_up_when_it_is_damaged(sound, tmp_path):
     run = Path(shutil.copytree(sound, tmp_path / "run.zarr"))
     without_chunk("yudin")(run)
     options = {"out": run, "resume": True}
@@ -185,7 +178,7 @@ def test_a_finished_run_is_not_taken_up_when_it_is_damaged(sound: Path, tmp_path
     )
 
 
-def test_what_is_not_there_is_not_compared(gpt2_run: xr.Dataset) -> None:
+def test_what_is_not_there_is_not_compared(gpt2_run):
     ds = gpt2_run.copy(deep=True)
     ds["yudin"][0] = np.nan
     ds["exact"][1, 0] = np.nan
@@ -198,6 +191,6 @@ def test_what_is_not_there_is_not_compared(gpt2_run: xr.Dataset) -> None:
     assert [missing(ds, name) for name in ("yudin", "exact", "lipbound")] == [8, 4, 0]
     ds["lipbound"][0, 1, 0] = 0.5 * ds["exact"][0, 1, 0]
     assert audit(ds)["lipbound"]["broken"] == 1  # what is there is
-    text = " ".join(tables.render(ds).split())
+    text = " ".join(lb.tables.render(ds).split())
     assert "Yudin 2025, Thm 3 (yudin): no value at 8 of 12" in text
     assert "exact norms: no value at 4 of 16" in text

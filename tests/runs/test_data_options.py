@@ -2,8 +2,6 @@
 options of the command line."""
 
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
@@ -13,25 +11,25 @@ from support.commands import refused
 import lipbound as lb
 from lipbound.runs.config import RunConfig
 
-FEW: dict[str, Any] = {"layers": 0, "delta": None, "tol": 0.05, "max_length": 8}
+FEW = {"layers": 0, "delta": None, "tol": 0.05, "max_length": 8}
 QUICK = {"bounds": ["castin"], "progress": False} | FEW
 
 
 @pytest.fixture
-def table(tmp_path: Path) -> Path:
+def table(tmp_path):
     """A table of 12 texts."""
     texts = [f"w{k} the ferry w{k + 1}" for k in range(12)]
     pd.DataFrame({"text": texts}).to_csv(tmp_path / "texts.csv", index=False)
     return tmp_path / "texts.csv"
 
 
-def without(model: Path, folder: Path, *names: str) -> Path:
+def without(model, folder, *names):
     shutil.copytree(model, folder, ignore=shutil.ignore_patterns(*names))
     return folder
 
 
 @pytest.mark.parametrize("seed", [0, 5])
-def test_shuffled_runs_are_replayed(seed: int, bert: Path, table: Path, tmp_path: Path) -> None:
+def test_shuffled_runs_are_replayed(seed, bert, table, tmp_path):
     options = {"samples": 3, "out": tmp_path / "run.zarr", **QUICK}
     ds = lb.compare(bert, table, shuffle=seed, **options)
     assert ds.attrs["source"]["shuffle"] == seed
@@ -48,16 +46,14 @@ def test_shuffled_runs_are_replayed(seed: int, bert: Path, table: Path, tmp_path
     assert plain.attrs["source"]["shuffle"] is None
 
 
-def test_all_samples(bert: Path, table: Path) -> None:
+def test_all_samples(bert, table):
     ds = lb.compare(bert, table, samples="all", **QUICK)
     assert ds.sizes["sample"] == ds.attrs["samples"] == 12
     assert "notes" not in ds.attrs
     assert lb.verify(ds).ok
 
 
-def test_tokenizers_and_processors_by_name_are_replayed(
-    bert: Path, table: Path, vit: Path, tmp_path: Path
-) -> None:
+def test_tokenizers_and_processors_by_name_are_replayed(bert, table, vit, tmp_path):
     bare = without(bert, tmp_path / "bare", "token*", "special*")
     blind = without(vit, tmp_path / "blind", "*processor*")
     Image.effect_mandelbrot((20, 20), (-2, -1, 1, 1), 50).save(tmp_path / "x.png")

@@ -6,7 +6,6 @@ import torch
 from support.checks import normal_layer, refused
 
 import lipbound as lb
-from lipbound.errors import CheckpointError, InputsError, LipboundError
 
 
 def layer(samples: int = 2, heads: int = 2, dtype: torch.dtype = torch.float64) -> lb.Attention:
@@ -47,7 +46,7 @@ def test_layers_without_a_closed_form() -> None:
     assert ds["measured"].values.tolist() == ["automatic", "closed form"]
     norm = lb.spectral_norm(given[0], tol=1e-6).lower
     np.testing.assert_allclose(ds["exact"][:, 0], norm, rtol=1e-3)
-    with pytest.raises(LipboundError, match="no module to run"):
+    with pytest.raises(lb.LipboundError, match="no module to run"):
         lb.verify(ds, model=[*given, layer(dtype=torch.float32)], automatic=True)
 
 
@@ -56,10 +55,10 @@ def test_what_layers_cannot_have() -> None:
         (
             ([layer(), layer(samples=3)],),
             "as many samples each; these have [2, 3]",
-            CheckpointError,
+            lb.errors.CheckpointError,
         ),
-        (([layer()], "a text"), "bring their own inputs", InputsError),
-        (([],), "give a hub id", CheckpointError),
+        (([layer()], "a text"), "bring their own inputs", lb.errors.InputsError),
+        (([],), "give a hub id", lb.errors.CheckpointError),
     ):
         refused(lambda given=given: lb.compare(*given, progress=False), words, error=error)
     with pytest.warns(lb.Notice, match="1 of 1 layers are measured in float32"):
@@ -73,7 +72,7 @@ def test_inputs_are_ready_data() -> None:
     some = lb.compare(model.eval(), inputs=x, bounds="none", progress=False)
     others = lb.compare(model.eval(), x, bounds="none", progress=False)
     np.testing.assert_array_equal(some["exact"], others["exact"])
-    with pytest.raises(LipboundError, match="data and inputs are both given"):
+    with pytest.raises(lb.LipboundError, match="data and inputs are both given"):
         lb.compare(model, x, inputs=x, progress=False)
 
 

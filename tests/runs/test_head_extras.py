@@ -1,8 +1,6 @@
 """Extras of heads themselves, against one-liners of numpy."""
 
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +13,6 @@ from support.variants import layer as variant_layer
 
 import lipbound as lb
 from lipbound.attention.conditioning import conditioning
-from lipbound.attention.layer import Attention
-from lipbound.errors import Notice
 from lipbound.linalg.matrix_norms import product_norms
 from lipbound.runs.head_extras import of_heads
 from lipbound.schema import OF_HEADS, OF_WEIGHTS
@@ -25,7 +21,7 @@ NAMES = list(OF_HEADS)
 TEXTS = ["a b c", "b c d e f"]
 
 
-def expected(att: Attention, s: int, h: int, tau: float) -> dict[str, float]:
+def expected(att, s, h, tau):
     """What is defined, of a head at a sample."""
     q, k, v = (w[h].double().numpy() for w in (att.w_q, att.w_k, att.w_v))
     assert att.w_o is not None
@@ -45,7 +41,7 @@ def expected(att: Attention, s: int, h: int, tau: float) -> dict[str, float]:
     return found
 
 
-def check(att: Attention, values: dict[str, Any], tau: float) -> None:
+def check(att, values, tau):
     for s in range(att.samples):
         for h in range(att.heads):
             for name, value in expected(att, s, h, tau).items():
@@ -54,20 +50,20 @@ def check(att: Attention, values: dict[str, Any], tau: float) -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "biases", "padded", "window", "sharp", "wide_values"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_layers(kind: str, dtype: torch.dtype) -> None:
+def test_layers(kind, dtype):
     att = random_attention(kind, dtype=dtype)
     check(att, of_heads(att, NAMES, 0.7), 0.7)
 
 
 @pytest.mark.parametrize("has", [("rotation",), ("norm",), ("cap", "sinks"), ("values", "gate")])
-def test_variants_take_no_part_in_weights(has: tuple[str, ...]) -> None:
+def test_variants_take_no_part_in_weights(has):
     att = variant_layer(2, frozenset(has), mask="causal")
     w_o = torch.randn(att.heads, att.d_v, 7, generator=torch.manual_seed(0)).double()
     att = changed(att, w_o=w_o)
     check(att, of_heads(att, NAMES, 1.0), 1.0)
 
 
-def test_what_is_not_known() -> None:
+def test_what_is_not_known():
     for stream in ("queries", "memory"):
         found = of_heads(cross(0, stream), NAMES, 1.0)
         assert all(bool(found[name].isnan().all()) for name in OF_WEIGHTS)
@@ -78,7 +74,7 @@ def test_what_is_not_known() -> None:
     assert bool(of_heads(huge, ["row_norm"])["row_norm"].isnan().all())
 
 
-def test_products_that_cancel_are_not_known() -> None:
+def test_products_that_cancel_are_not_known():
     a = torch.eye(4).double()[None, :, :2]
     b = torch.eye(4).double()[None, :, :2]
     turned = torch.linalg.qr(torch.randn(4, 4, generator=torch.manual_seed(0)).double())[0]
@@ -93,19 +89,19 @@ def test_products_that_cancel_are_not_known() -> None:
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2 scaled by layer", "Llama", "Qwen 3", "Gemma 2"])
-def test_runs(name: str) -> None:
+def test_runs(name):
     model = build((AFFINE | MODERN)[name])
     inputs = inputs_for(model)
     ds = lb.compare(model, inputs, bounds="none", extras=NAMES, tau=0.5, progress=False)
     for i, att in enumerate(lb.capture(model, inputs)):
-        assert isinstance(att, Attention)
+        assert isinstance(att, lb.Attention)
         check(att, {one: ds[one].isel(layer=i).values for one in NAMES}, 0.5)
     assert ds.attrs["tau"] == 0.5
     assert all("source" in ds[one].attrs for one in NAMES)
 
 
-def test_they_go_with_every_norm_and_argument_and_are_verified(bert: Path, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"max_length": 8, "bounds": "none", "progress": False}
+def test_they_go_with_every_norm_and_argument_and_are_verified(bert, tmp_path):
+    options = {"max_length": 8, "bounds": "none", "progress": False}
     options |= {"extras": NAMES, "tau": 1}
     plain = lb.compare(bert, TEXTS, exact_samples=1, out=tmp_path / "run.zarr", **options)
     assert bool(plain["row_norm"].notnull().all())  # also where there is no exact norm
@@ -119,13 +115,13 @@ def test_they_go_with_every_norm_and_argument_and_are_verified(bert: Path, tmp_p
     assert any("wqk_norm" in str(problem) for problem in found.problems)
 
 
-def test_what_is_missing_is_told() -> None:
+def test_what_is_missing_is_told():
     att = random_attention("plain", w_o=False)
-    with pytest.warns(Notice, match="wov_norm is missing at 6 of 6 .* no output projection"):
+    with pytest.warns(lb.Notice, match="wov_norm is missing at 6 of 6 .* no output projection"):
         lb.compare([att], bounds="none", extras="wov_norm", dtype="float64", progress=False)
 
 
-def test_refusals() -> None:
+def test_refusals():
     compare = partial(lb.compare, [random_attention("plain")], bounds="none", progress=False)
     refused(partial(compare, extras="qk_clip"), "'qk_clip' and tau", "give both")
     refused(partial(compare, tau=3), "'qk_clip' and tau", "give both")
@@ -133,7 +129,7 @@ def test_refusals() -> None:
     refused(partial(compare, extras="row_norm", map="layer"), "is of single heads")
 
 
-def test_a_geometric_mean_of_negative_logits_is_none(bert: Path) -> None:
+def test_a_geometric_mean_of_negative_logits_is_none(bert):
     ds = lb.compare(
         bert, TEXTS, bounds="none", extras="largest_logit", max_length=8, progress=False
     )
@@ -144,7 +140,7 @@ def test_a_geometric_mean_of_negative_logits_is_none(bert: Path) -> None:
     assert table["largest_logit"].iloc[1] == 2.0
 
 
-def test_a_monitor_follows_them() -> None:
+def test_a_monitor_follows_them():
     model, logged = build(AFFINE["gpt2"]), dict[int, dict[str, float]]()
     monitor = lb.Monitor(
         model,

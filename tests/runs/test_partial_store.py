@@ -1,20 +1,16 @@
 """Runs that survive: interrupted, out of disk, shared by workers."""
 
 import functools
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import xarray as xr
 from support.commands import command, refused
 from support.runs import OPTIONS, TEXTS, identical
 
 import lipbound as lb
 from lipbound.errors import CheckpointError, Notice, StoreError
-from lipbound.models.loading import load_checkpoint
 from lipbound.runs.config import RunConfig
 from lipbound.runs.measure import work
 from lipbound.runs.store import (
@@ -30,14 +26,7 @@ DAMAGED = "damaged blocks in .* are measured again: 1 of 5"
 @pytest.mark.each_value(count=(0, 3))
 @pytest.mark.parametrize("count", [0, 1, 3, 7])
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, OSError(28, "No space left on device")])
-def test_interrupted_runs_are_taken_up(
-    count: int,
-    failure: BaseException,
-    bert: Path,
-    whole: xr.Dataset,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_interrupted_runs_are_taken_up(count, failure, bert, whole, tmp_path, monkeypatch):
     """After ``count`` of 8 (sample, layer) pairs: the others are computed, those are not, and the
     result is that of one go."""
     out, put = tmp_path / "run.zarr", PartialRun.write
@@ -46,9 +35,9 @@ def test_interrupted_runs_are_taken_up(
     assert len(_files(partial_path(out))) == count
     refused(lambda: lb.compare(bert, TEXTS, out=out, **OPTIONS), "unfinished run", error=StoreError)
 
-    again: list[tuple[int, int]] = []
+    again = []
 
-    def log(self: PartialRun, measured: LayerResult) -> None:
+    def log(self, measured):
         again.append((measured.start, measured.layer))
         put(self, measured)
 
@@ -60,11 +49,9 @@ def test_interrupted_runs_are_taken_up(
     assert not partial_path(out).exists()
 
 
-def test_a_finished_run_is_returned_as_it_is(
-    bert: Path, whole: xr.Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finished_run_is_returned_as_it_is(bert, whole, tmp_path, monkeypatch):
     """One that was killed before its first file is begun anew."""
-    given: dict[str, Any] = {"data": TEXTS, "out": tmp_path / "run.zarr", **OPTIONS}
+    given = {"data": TEXTS, "out": tmp_path / "run.zarr", **OPTIONS}
     partial_path(given["out"]).mkdir()
     assert identical(lb.compare(bert, resume=True, **given), whole)
     monkeypatch.setattr("lipbound.runs.measure.Measurer._measure", None)
@@ -74,11 +61,11 @@ def test_a_finished_run_is_returned_as_it_is(
     refused(call, "exists already", error=StoreError)
 
 
-def test_one_process_at_a_time(bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    inner: list[str] = []
+def test_one_process_at_a_time(bert, tmp_path, monkeypatch):
+    inner = []
     call = functools.partial(lb.compare, bert, TEXTS, out=tmp_path / "run.zarr", **OPTIONS)
 
-    def second(*_: object) -> None:
+    def second(*_):
         monkeypatch.undo()
         refused(lambda: call(resume=True), "another process", error=StoreError)
         inner.append("refused")
@@ -90,9 +77,7 @@ def test_one_process_at_a_time(bert: Path, tmp_path: Path, monkeypatch: pytest.M
     assert inner == ["refused"]
 
 
-def test_workers_measure_what_one_process_measures(
-    bert: Path, whole: xr.Dataset, tmp_path: Path
-) -> None:
+def test_workers_measure_what_one_process_measures(bert, whole, tmp_path):
     distributed = pytest.importorskip("dask.distributed")
     out = tmp_path / "run.zarr"
     how = {"n_workers": 2, "threads_per_worker": 1, "processes": False, "dashboard_address": None}
@@ -104,8 +89,8 @@ def test_workers_measure_what_one_process_measures(
     assert identical(lb.load(out), whole)
 
 
-def test_workers_refuse_other_weights(bert: Path) -> None:
-    checkpoint = load_checkpoint(bert)
+def test_workers_refuse_other_weights(bert):
+    checkpoint = lb.load_checkpoint(bert)
     job = RunConfig(str(bert), bounds=["yudin"], exact_samples=1, delta=None, device="cpu")
     inputs = {"input_ids": torch.tensor([[3, 4, 5]])}
     assert [m.layer for m in work(job, checkpoint.revision, inputs, 0, {0})] == [1]
@@ -113,9 +98,7 @@ def test_workers_refuse_other_weights(bert: Path) -> None:
     refused(other, "on a worker", error=CheckpointError)
 
 
-def test_a_partial_run_is_let_go_whatever_fails(
-    bert: Path, whole: xr.Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_partial_run_is_let_go_whatever_fails(bert, whole, tmp_path, monkeypatch):
     """After everything is measured, too."""
     out = tmp_path / "run.zarr"
     with monkeypatch.context() as patch:
@@ -126,13 +109,13 @@ def test_a_partial_run_is_let_go_whatever_fails(
     assert identical(lb.compare(bert, TEXTS, out=out, resume=True, **OPTIONS), whole)
 
 
-def _interrupted(bert: Path, out: Path, count: int = 5, failure: Any = KeyboardInterrupt) -> Path:
+def _interrupted(bert, out, count=5, failure=KeyboardInterrupt):
     """A run that stops after ``count`` of its 8 (sample, layer) pairs, where the next file is put
     in its place."""
-    seen: list[Path] = []
+    seen = []
     replace = Path.replace
 
-    def fail(self: Path, target: Path) -> Path:
+    def fail(self, target):
         if target.suffix == ".npz":
             if len(seen) == count:
                 raise failure
@@ -146,21 +129,21 @@ def _interrupted(bert: Path, out: Path, count: int = 5, failure: Any = KeyboardI
     return partial_path(out)
 
 
-def _files(partial: Path) -> list[Path]:
+def _files(partial):
     return sorted(partial.glob("[!.]*.npz"))
 
 
-def _cut(size: int | None) -> Callable[[Path], None]:
+def _cut(size):
     """A file that ends early."""
 
-    def cut(partial: Path) -> None:
+    def cut(partial):
         file = _files(partial)[0]
         file.write_bytes(file.read_bytes()[:size])
 
     return cut
 
 
-def _block(k: int) -> LayerResult:
+def _block(k):
     """A layer at a block of 2 samples, with 2 heads."""
     values = {
         "exact": 1.5 + k + np.arange(4.0).reshape(2, 2),
@@ -171,7 +154,7 @@ def _block(k: int) -> LayerResult:
     return LayerResult(2 * (k % 2), k // 2, values, np.array([5 + k % 2, 6]), 1e-6 * (1 + k))
 
 
-def _small(out: Path, *, written: int = 0) -> list[LayerResult]:
+def _small(out, *, written=0):
     """An unfinished run, which stops after some more blocks: what was there when it was taken
     up."""
     run = PartialRun(out, {"model": "none", "norm": "frobenius"})
@@ -181,7 +164,7 @@ def _small(out: Path, *, written: int = 0) -> list[LayerResult]:
     return run.found
 
 
-def test_a_flipped_bit_changes_no_value(tmp_path: Path) -> None:
+def test_a_flipped_bit_changes_no_value(tmp_path):
     """Wherever it is in the file; or none of it is there. The others are as they were."""
     _small(tmp_path / "run", written=2)
     file, whole = _files(partial_path(tmp_path / "run"))
@@ -202,7 +185,7 @@ def test_a_flipped_bit_changes_no_value(tmp_path: Path) -> None:
         np.testing.assert_array_equal(kept, value)
 
 
-def test_what_is_damaged_is_measured_again(bert: Path, whole: xr.Dataset, tmp_path: Path) -> None:
+def test_what_is_damaged_is_measured_again(bert, whole, tmp_path):
     out = tmp_path / "run.zarr"
     _cut(-30)(_interrupted(bert, out))
     with pytest.warns(Notice, match=DAMAGED):
@@ -212,7 +195,7 @@ def test_what_is_damaged_is_measured_again(bert: Path, whole: xr.Dataset, tmp_pa
 
 
 @pytest.mark.parametrize("content", [None, "", "[]", '{"model": '])
-def test_a_lost_description_costs_no_values(content: str | None, tmp_path: Path) -> None:
+def test_a_lost_description_costs_no_values(content, tmp_path):
     """What is beside it is known by its marks."""
     _small(tmp_path / "run", written=5)
     description = partial_path(tmp_path / "run") / CONFIGURATION
@@ -220,7 +203,7 @@ def test_a_lost_description_costs_no_values(content: str | None, tmp_path: Path)
     assert len(_small(tmp_path / "run")) == 5
 
 
-def test_a_run_of_others_without_its_description_is_left_alone(bert: Path, tmp_path: Path) -> None:
+def test_a_run_of_others_without_its_description_is_left_alone(bert, tmp_path):
     out = tmp_path / "run.zarr"
     partial = _interrupted(bert, out)
     (partial / CONFIGURATION).unlink()
@@ -230,7 +213,7 @@ def test_a_run_of_others_without_its_description_is_left_alone(bert: Path, tmp_p
     assert len(_files(partial)) == 5
 
 
-def test_unfinished_runs_are_named(bert: Path, tmp_path: Path) -> None:
+def test_unfinished_runs_are_named(bert, tmp_path):
     """By every command that reads runs, with what finishes them."""
     out = tmp_path / "my run.zarr"
     partial = _interrupted(bert, out)
@@ -242,12 +225,10 @@ def test_unfinished_runs_are_named(bert: Path, tmp_path: Path) -> None:
         assert (status, "is an unfinished run; " in err) == (2, True)
 
 
-def test_only_the_same_configuration_is_taken_up(
-    bert: Path, whole: xr.Dataset, tmp_path: Path
-) -> None:
+def test_only_the_same_configuration_is_taken_up(bert, whole, tmp_path):
     """With the blocks that it began with: other memory would group samples otherwise, and change
     last digits."""
-    given: dict[str, Any] = {"data": TEXTS, "out": tmp_path / "run.zarr", **OPTIONS}
+    given = {"data": TEXTS, "out": tmp_path / "run.zarr", **OPTIONS}
     _interrupted(bert, given["out"], 0)
     given["resume"] = True
     for change, words in (

@@ -1,8 +1,5 @@
 """What runs refuse before anything is computed: what was given, and words of the one sentence."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from support.commands import refused
@@ -13,12 +10,10 @@ import lipbound as lb
 from lipbound.runs.config import RunConfig
 from lipbound.runs.sweep import planned_runs, sweep
 
-CONFIGURATIONS: list[tuple[dict[str, Any], str]] = [
+CONFIGURATIONS = [
     ({"bounds": "yudn"}, "did you mean"),
     ({"map": "layers"}, "did you mean 'layer'"),
     ({"map": "layer", "bounds": "kim"}, "use map='head' or leave it out"),
-    ({"tol": 0}, "tol is 0"),
-    ({"exact_samples": 0}, "exact_samples is 0"),
     ({"resume": True}, "needs out"),
     *(({"memory": size}, "4GB") for size in ("much", 0, -1, "4XB")),
     ({"norm": "every-tokn"}, "did you mean 'every-token'"),
@@ -32,11 +27,10 @@ CONFIGURATIONS: list[tuple[dict[str, Any], str]] = [
     ({"wrt": "values", "bounds": "yudin"}, "'yudin' is stated for heads as functions of"),
     ({"wrt": "keys", "norm": "one-token"}, "has exact norms for norm='frobenius' alone"),
     ({"extras": "frob"}, "unknown extra 'frob'; did you mean 'frobenius'"),
-    ({"extras": 3}, "extras is 3; give names"),
     ({"extras": "frobenius", "norm": "one-token"}, "extras are of norm='frobenius'"),
     ({"extras": "frobenius", "map": "residual"}, "extras are of norm='frobenius'"),
 ]
-MONITORS: list[tuple[dict[str, Any], str]] = [
+MONITORS = [
     ({"every": 2, "steps": [1]}, "every and steps are both given"),
     ({"steps": []}, "steps is empty; give steps"),
     ({"steps": [0, -1]}, "steps is -1; it must be a whole number, at least 0"),
@@ -44,7 +38,7 @@ MONITORS: list[tuple[dict[str, Any], str]] = [
     ({"threshold": {"exakt": 1}}, "unknown threshold of 'exakt'; did you mean 'exact'"),
     ({"threshold": "x"}, "threshold is 'x'; it must be a finite number"),
 ]
-SWEEPS: list[tuple[str, str]] = [
+SWEEPS = [
     ("pairs: x", "no list of mappings"),
     ("pairs: []", "no list of mappings"),
     ("pairs: [{data: x}, {model: m}]", "no model for {'data': 'x'}"),
@@ -60,23 +54,23 @@ SWEEPS: list[tuple[str, str]] = [
 
 
 @pytest.mark.parametrize(("options", "words"), CONFIGURATIONS)
-def test_options_of_a_run(options: dict[str, Any], words: str) -> None:
+def test_options_of_a_run(options, words):
     refused(lambda: RunConfig("m", **options), words)
 
 
 @pytest.mark.parametrize(("options", "words"), MONITORS)
-def test_a_monitor(options: dict[str, Any], words: str) -> None:
+def test_a_monitor(options, words):
     model = build(lambda: GPT2Model(GPT2Config(**GPT2)))
     refused(lambda: lb.Monitor(model, torch.tensor([[1, 2, 3]]), **options), words)
 
 
 @pytest.mark.parametrize(("content", "words"), SWEEPS)
-def test_a_sweep(content: str, words: str, tmp_path: Path) -> None:
+def test_a_sweep(content, words, tmp_path):
     file = tmp_path / "sweep.yaml"
     file.write_text(content)
     refused(lambda: planned_runs(file), words)
 
 
-def test_a_sweep_without_a_file(tmp_path: Path) -> None:
-    what: Any = {"model": "m"}
+def test_a_sweep_without_a_file(tmp_path):
+    what = {"model": "m"}
     refused(lambda: sweep(what, tmp_path), "path is {'model': 'm'}; give the name of a YAM")

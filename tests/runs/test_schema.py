@@ -1,7 +1,5 @@
 """Contents and settings of runs and parts of them, whatever was done to them since."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import xarray as xr
@@ -9,8 +7,6 @@ from support.commands import refused
 from support.runs import OPTIONS, TEXTS
 
 import lipbound as lb
-from lipbound import tables
-from lipbound.errors import StoreError
 from lipbound.runs.checksums import edited, faults
 from lipbound.runs.store import run_of
 from lipbound.schema import Contents, closed, repeated
@@ -28,9 +24,7 @@ from lipbound.schema import Contents, closed, repeated
     ],
     ids=["a sample", "samples and layers", "heads", "an axis gone", "two axes gone", "other axes"],
 )
-def test_parts_are_as_they_were_computed(
-    part: object, samples: int, layers: tuple, heads: int, whole: xr.Dataset, tmp_path: Path
-) -> None:
+def test_parts_are_as_they_were_computed(part, samples, layers, heads, whole, tmp_path):
     """Of how many they are a part is known, and they can be saved, loaded and checked."""
     assert callable(part)
     ds = run_of(part(whole))
@@ -43,7 +37,7 @@ def test_parts_are_as_they_were_computed(
     assert lb.load(lb.save(ds, tmp_path / "part.zarr"), damaged="refuse").identical(ds)
 
 
-def test_what_was_edited_is_called_edited(whole: xr.Dataset, bert: Path) -> None:
+def test_what_was_edited_is_called_edited(whole, bert):
     other = lb.compare(bert, TEXTS[::-1], **OPTIONS)
     names = "layer", np.array(["a", "b"], dtype=object)
     for changed in (
@@ -65,7 +59,7 @@ def test_what_was_edited_is_called_edited(whole: xr.Dataset, bert: Path) -> None
     assert edited(whole.assign(mine=whole["exact"])) is False
 
 
-def test_what_did_not_close_is_counted(bert: Path) -> None:
+def test_what_did_not_close_is_counted(bert):
     """A tolerance below what float32 products can reach."""
     ds = lb.compare(bert, TEXTS[:1], **OPTIONS | {"tol": 1e-15})
     found = Contents.of(ds)
@@ -77,7 +71,7 @@ def test_what_did_not_close_is_counted(bert: Path) -> None:
     assert Contents.of(few.isel(sample=[1])).exact_samples == 0
 
 
-def test_arithmetic_on_runs(bert: Path, whole: xr.Dataset) -> None:
+def test_arithmetic_on_runs(bert, whole):
     """Flags are no quantities: they do not stand in the way, and are left alone."""
     other = lb.compare(bert, TEXTS[::-1], **OPTIONS)
     difference = other - whole
@@ -88,4 +82,4 @@ def test_arithmetic_on_runs(bert: Path, whole: xr.Dataset) -> None:
     assert doubled["yudin_sound"].identical(whole["yudin_sound"])
     for lost in (difference, whole.drop_vars("yudin_sound")):
         words = "no longer one: ", " is missing; ", "arithmetic on two runs drops"
-        refused(lambda lost=lost: tables.summary(lost), *words, error=StoreError)
+        refused(lambda lost=lost: lb.tables.summary(lost), *words, error=lb.errors.StoreError)

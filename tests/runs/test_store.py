@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from lipbound.errors import DamagedRunWarning, StoreError
 
 
 @pytest.mark.parametrize("name", ["bits.zarr", "bits.nc"])
-def test_studies_are_loaded_as_they_were_saved(tmp_path: Path, name: str) -> None:
+def test_studies_are_loaded_as_they_were_saved(tmp_path, name):
     study = xr.Dataset({"norm": ("head", [1.0, 2.0])}, attrs={"lipbound": "0.1.0", "error": 0.01})
     path = lb.save(study, tmp_path / name)
     assert lb.load(path).identical(study)
@@ -22,7 +21,7 @@ def test_studies_are_loaded_as_they_were_saved(tmp_path: Path, name: str) -> Non
     refused(lambda: lb.load(path, damaged="refuse"), words, error=StoreError)
 
 
-def test_netcdf_and_back(whole: xr.Dataset, tmp_path: Path) -> None:
+def test_netcdf_and_back(whole, tmp_path):
     """Everything, attributes of any type among it; checked against the same checksums."""
     path = lb.save(whole, tmp_path / "run.nc")
     assert path.is_file()
@@ -41,8 +40,8 @@ def test_netcdf_and_back(whole: xr.Dataset, tmp_path: Path) -> None:
         lb.load(tmp_path / "edited.nc")
 
 
-def test_what_could_not_be_loaded_is_not_saved(whole: xr.Dataset, tmp_path: Path) -> None:
-    given: Any = [None, whole["exact"], whole[["exact"]], whole.isel(layer=0)]
+def test_what_could_not_be_loaded_is_not_saved(whole, tmp_path):
+    given = [None, whole["exact"], whole[["exact"]], whole.isel(layer=0)]
     for ds, words in zip(
         given,
         (
@@ -61,10 +60,8 @@ def test_what_could_not_be_loaded_is_not_saved(whole: xr.Dataset, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["run.zarr", "run.nc"])
-def test_a_full_disk_leaves_nothing_behind(
-    name: str, whole: xr.Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(self: xr.Dataset, path: Path, **_: object) -> None:
+def test_a_full_disk_leaves_nothing_behind(name, whole, tmp_path, monkeypatch):
+    def full(self, path, **_):
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
@@ -75,7 +72,7 @@ def test_a_full_disk_leaves_nothing_behind(
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_no_run(whole: xr.Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_run(whole, tmp_path, monkeypatch):
     """Text, stores and netCDF files of other programs, folders of runs and folders that may not be
     read, names that no system takes, and what could be an unfinished run."""
     lb.save(whole, tmp_path / "runs" / "a.zarr")
@@ -99,7 +96,7 @@ def test_what_is_no_run(whole: xr.Dataset, tmp_path: Path, monkeypatch: pytest.M
     }.items():
         refused(lambda name=name: lb.load(tmp_path / name), words, error=StoreError)
 
-    def locked(self: Path) -> None:
+    def locked(self):
         raise PermissionError(13, os.strerror(13))
 
     monkeypatch.setattr(Path, "iterdir", locked)

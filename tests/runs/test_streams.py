@@ -1,30 +1,25 @@
 """Runs of models with several streams of tokens, and of layers without a closed form."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 import transformers as tf
-import xarray as xr
 from support.commands import refused
 from support.models import LLAMA, T5, build, save_tokenizer
 
 import lipbound as lb
-from lipbound.attention.module_attention import ModuleAttention
-from lipbound.errors import Notice
 
 SMALL = {**T5, "initializer_factor": 0.5}
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, xr.Dataset]:
+def run(tmp_path_factory):
     """A tiny T5 in a directory with a tokenizer, measured by text."""
     path = tmp_path_factory.mktemp("t5")
     config = tf.T5Config(**SMALL, decoder_start_token_id=0)
     build(lambda: tf.T5ForConditionalGeneration(config)).save_pretrained(path)
     save_tokenizer(path)
-    with pytest.warns(Notice, match="the decoder reads the encoder's tokens, shifted by one"):
+    with pytest.warns(lb.Notice, match="the decoder reads the encoder's tokens, shifted by one"):
         ds = lb.compare(
             path, ["the ferry", "a clock of the island"], samples=2, max_length=8,
             bounds=["kim", "castin", "lipbound"], out=path / "run.zarr", progress=False,
@@ -32,7 +27,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, xr.Dataset]:
     return path, ds
 
 
-def test_every_stream_has_a_row(run: tuple[Path, xr.Dataset]) -> None:
+def test_every_stream_has_a_row(run):
     _, ds = run
     assert ds["kind"].values.tolist() == ["self", "self", "cross", "cross"]
     assert ds["stream"].values.tolist() == ["input", "input", "queries", "memory"]
@@ -47,7 +42,7 @@ def test_every_stream_has_a_row(run: tuple[Path, xr.Dataset]) -> None:
     assert ds.attrs["audit"]["lipbound"]["compared"] == 2 * 4 * 4
 
 
-def test_norms_of_tokens_are_of_self_attention() -> None:
+def test_norms_of_tokens_are_of_self_attention():
     """Which is said before anything is measured."""
     model = build(lambda: tf.T5Model(tf.T5Config(**SMALL)))
     ids = torch.tensor([[5, 9, 3, 17, 8]])
@@ -60,9 +55,7 @@ def test_norms_of_tokens_are_of_self_attention() -> None:
     assert bool((ds["exact_upper"] >= ds["exact"]).all())
 
 
-def test_runs_with_streams_are_kept_and_verified(
-    run: tuple[Path, xr.Dataset],
-) -> None:
+def test_runs_with_streams_are_kept_and_verified(run):
     path, ds = run
     back = lb.load(path / "run.zarr", damaged="refuse")
     assert back["stream"].values.tolist() == ds["stream"].values.tolist()
@@ -72,7 +65,7 @@ def test_runs_with_streams_are_kept_and_verified(
     assert "2 are of cross-attention" in " ".join(lb.cite(ds).split())
 
 
-def test_layers_without_closed_form_have_no_bounds() -> None:
+def test_layers_without_closed_form_have_no_bounds():
     model = build(lambda: tf.BitNetModel(tf.BitNetConfig(**LLAMA)))
     ids = {"input_ids": torch.tensor([[5, 9, 3, 17, 8]])}
     ds = lb.compare(model, ids, progress=False)
@@ -85,13 +78,13 @@ def test_layers_without_closed_form_have_no_bounds() -> None:
     ):
         refused(lambda options=options: lb.compare(model, ids, progress=False, **options), words)
     layer = lb.capture(model, ids)[0]
-    assert isinstance(layer, ModuleAttention)
+    assert isinstance(layer, lb.ModuleAttention)
     for measure in (lb.token_norm, lb.bounds.get("lipbound")):
         words = "needs a layer in closed form", "changes its head outputs"
         refused(lambda measure=measure: measure(layer), *words)
 
 
-def test_maps_of_layers_without_closed_form() -> None:
+def test_maps_of_layers_without_closed_form():
     """Against the Jacobian of the function that was captured, by torch.func."""
     model = build(lambda: tf.BitNetModel(tf.BitNetConfig(**LLAMA)))
     layer = lb.capture(model, {"input_ids": torch.tensor([[5, 9, 3, 17], [4, 2, 7, 7]])})[0]
@@ -108,7 +101,7 @@ def test_maps_of_layers_without_closed_form() -> None:
             assert bool((norm.upper[s] >= expected * (1 - 1e-9)).all())
 
 
-def test_windows_are_one_sample() -> None:
+def test_windows_are_one_sample():
     """The norm of a sample is the largest of its windows, which do not see each other."""
     config = tf.SwinConfig(
         image_size=16, patch_size=2, embed_dim=12, depths=[1], num_heads=[2], window_size=4
@@ -126,9 +119,7 @@ def test_windows_are_one_sample() -> None:
     assert ds["length"].values.tolist() == [64, 64]
 
 
-def test_a_report_has_details_of_the_layers_that_have_a_closed_form(
-    run: tuple[Path, xr.Dataset], tmp_path: Path
-) -> None:
+def test_a_report_has_details_of_the_layers_that_have_a_closed_form(run, tmp_path):
     """Cross-attention has none, and no words stand beside tokens of several streams."""
     from lipbound.reporting.page.render import contents, details_or_reason
 

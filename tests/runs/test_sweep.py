@@ -1,8 +1,6 @@
 """Many runs from one file."""
 
 import csv
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -16,7 +14,7 @@ from lipbound.runs.config import RunConfig
 from lipbound.runs.sweep import OPTIONS, planned_runs, sweep
 
 
-def swept(folder: Path, **content: Any) -> list[dict[str, str]]:
+def swept(folder, **content):
     """The index of a sweep, as text."""
     (folder / "sweep.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
     sweep(folder / "sweep.yaml", folder / "runs", progress=False)
@@ -24,7 +22,7 @@ def swept(folder: Path, **content: Any) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_sweeps(bert: Path, text: str, tmp_path: Path) -> None:
+def test_sweeps(bert, text, tmp_path):
     models = [str(bert), str(tmp_path / "nothing")]
     options = {"data": text, "max_length": [6, 8], "bounds": "yudin", "samples": 2}
     rows = swept(tmp_path, model=models, **options)
@@ -43,7 +41,7 @@ def test_sweeps(bert: Path, text: str, tmp_path: Path) -> None:
     assert stored.stat().st_mtime_ns == before
 
 
-def test_the_index_has_the_numbers_of_every_run(bert: Path, text: str, tmp_path: Path) -> None:
+def test_the_index_has_the_numbers_of_every_run(bert, text, tmp_path):
     """Set against the values of the stores, with bounds that only some of the runs have."""
     pairs = [{"data": text, "bounds": "yudin"}, {"data": text, "bounds": "yudin,castin"}]
     pairs[1] |= {"layers": [1]}
@@ -65,7 +63,7 @@ def test_the_index_has_the_numbers_of_every_run(bert: Path, text: str, tmp_path:
             assert int(row[f"{name}_violations"]) == int((ds[name] < exact).sum())
 
 
-def test_pairs(tmp_path: Path) -> None:
+def test_pairs(tmp_path):
     file = tmp_path / "sweep.yaml"
     pairs = [
         {"model": "a", "data": "x.txt"},
@@ -81,7 +79,7 @@ def test_pairs(tmp_path: Path) -> None:
     }
 
 
-def test_every_option_may_be_a_list(bert: Path, tmp_path: Path) -> None:
+def test_every_option_may_be_a_list(bert, tmp_path):
     """A run for each, which is said in its name and has a column in the index; what is the same in
     all runs has neither."""
     options = {"data": "the ferry in a clock", "max_length": 5, "bounds": ["yudin"], "samples": 1}
@@ -103,12 +101,10 @@ def test_every_option_may_be_a_list(bert: Path, tmp_path: Path) -> None:
         assert str(ds.sizes["layer"]) == row["layers"] == str(row["asked_layers"].count(",") + 1)
 
 
-def test_an_index_on_a_full_disk(
-    bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_index_on_a_full_disk(bert, tmp_path, monkeypatch):
     """One sentence, and the run is kept."""
 
-    def full(*_: object, **__: object) -> None:
+    def full(*_, **__):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(pd.DataFrame, "to_csv", full)
@@ -118,15 +114,15 @@ def test_an_index_on_a_full_disk(
     assert len(list((tmp_path / "runs").glob("*.zarr"))) == 1
 
 
-def test_runs_of_a_sweep_have_names_of_their_own(tmp_path: Path) -> None:
+def test_runs_of_a_sweep_have_names_of_their_own(tmp_path):
     file = tmp_path / "sweep.yaml"
     file.write_text("model: [a/b, a_b]\ndata: [x/one.txt, y/one.txt]\n")
     names = ["a_b-one-128", "a_b-one-128-2", "a_b-one-128-3", "a_b-one-128-4"]
     assert list(planned_runs(file)) == names
 
 
-def test_every_option_of_compare_is_one_of_sweeps(tmp_path: Path) -> None:
-    given: dict[str, Any] = {"seed": 3, "layers": [1], "memory": "1GB", "adapter": "owner/adapter"}
+def test_every_option_of_compare_is_one_of_sweeps(tmp_path):
+    given = {"seed": 3, "layers": [1], "memory": "1GB", "adapter": "owner/adapter"}
     config = RunConfig("m", **given)
     file = tmp_path / "sweep.yaml"
     options = {name: getattr(config, name) for name in OPTIONS} | given
@@ -136,6 +132,6 @@ def test_every_option_of_compare_is_one_of_sweeps(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def text(tmp_path: Path) -> str:
+def text(tmp_path):
     (tmp_path / "words.txt").write_text("\n".join(TEXTS * 3))
     return str(tmp_path / "words.txt")

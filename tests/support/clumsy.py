@@ -106,10 +106,6 @@ def checkpoints(folder: Path, bert: Path, vit: Path) -> None:
         config(vocab_size=10)(path)
         weights(lambda name, t: t[:10].clone() if "word_embeddings" in name else t)(path)
 
-    def pickled(path: Path) -> None:
-        (path / "model.safetensors").unlink()
-        (path / "pytorch_model.bin").write_bytes(b"\x80\x04cos\nsystem\n(S'exit 3'\ntR.")
-
     def wordless(path: Path) -> None:
         for file in path.glob("*token*"):
             file.unlink()
@@ -124,9 +120,6 @@ def checkpoints(folder: Path, bert: Path, vit: Path) -> None:
     spoilt("odd-heads", config(num_attention_heads=5))
     spoilt("fewer-words", fewer_words)
     spoilt("no-weights", lambda path: (path / "model.safetensors").unlink())
-    whole = weights(lambda name, t: (10 * t).to(torch.int8) if "query.weight" in name else t)
-    spoilt("whole-numbers", whole)
-    spoilt("pickled", pickled)
     spoilt("resnet", lambda path: build(no_attention).save_pretrained(path), of=vit)
     (folder / "adapter").mkdir()
     (folder / "adapter" / "adapter_config.json").write_text("{}")

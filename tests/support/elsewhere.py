@@ -27,19 +27,14 @@ from support.variants import layer
 from torch import Tensor
 
 import lipbound as lb
-from lipbound import bounds
 from lipbound.analysis import adversarial_inputs, mean_field
 from lipbound.attention.layer import Attention
 from lipbound.bounds.whole_layer_rules import whole_layer
-from lipbound.errors import LipboundError
 from lipbound.jacobians import streaming
-from lipbound.jacobians.head import HeadJacobian
 from lipbound.jacobians.maps import MAPS
 from lipbound.jacobians.spectral_norm import l2_spectral_norm, spectral_norm
 from lipbound.linalg.operator_norm import operator_norm
-from lipbound.linalg.solution import Norm
 from lipbound.models.capture.capture import Capturer
-from lipbound.models.training import attention_layers
 from lipbound.regularizers import JaSMin, SoundPenalty, Specformer
 from lipbound.runs.measure import Memory
 
@@ -96,11 +91,11 @@ def norms(has: tuple[str, ...], mask: str | None, dtype: str) -> Pairs:
 def all_bounds(has: tuple[str, ...], mask: str | None, dtype: str) -> Pairs:
     """Every bound of heads and whole layers that covers them, and those over balls."""
     att, found = _layer(has, mask, dtype), {}
-    for name in bounds.names(None):
-        _both(found, name, att, bounds.get(name))
+    for name in lb.bounds.names(None):
+        _both(found, name, att, lb.bounds.get(name))
         _both(found, f"{name}, layer", att, partial(whole_layer, name=name))
     for ball in ("token", "frobenius"):
-        over_ball = partial(bounds.over_ball, radius=0.1, ball=ball)
+        over_ball = partial(lb.bounds.over_ball, radius=0.1, ball=ball)
         _both(found, f"ball, {ball}", att, over_ball, 4e-4)  # norms of P to 1e-4 enter it twice
     _both(found, "attack", att, lambda one: lb.attack(one, 0.1, steps=1).norm, OTHER_STARTS)
     return found
@@ -155,7 +150,7 @@ def refused(folder: Path) -> str:
     """The error about float64 there."""
     try:
         lb.compare(folder, samples=1, max_length=8, progress=False, device=NAME, dtype="float64")
-    except LipboundError as error:
+    except lb.LipboundError as error:
         return str(error)
     return ""
 
@@ -245,7 +240,7 @@ def _jasmin(model: Any, inputs: dict[str, Tensor]) -> Tensor:
 
 
 def _ours(model: Any, inputs: dict[str, Tensor]) -> Tensor:
-    with attention_layers(model) as seen:
+    with lb.attention_layers(model) as seen:
         model(**inputs)
     return SoundPenalty()(seen)
 
@@ -268,7 +263,7 @@ def _both(
     apart two results of f may be."""
     try:
         near = f(att.select())
-    except LipboundError:
+    except lb.LipboundError:
         return
     found[name] = (_numbers(near), _numbers(f(att.to(NAME))), allowed)
 
@@ -282,7 +277,7 @@ def _numbers(result: Any) -> list[Any]:
     if isinstance(result, xr.Dataset):
         tables = [t for t in result.data_vars.values() if t.dtype.kind == "f"]
         return [x for t in tables for x in t.values.ravel().tolist()]
-    if isinstance(result, Norm):
+    if isinstance(result, lb.Norm):
         lengths = [t.flatten(2).norm(dim=-1) for t in (result.left, result.right) if t is not None]
         return _numbers([result.lower, result.upper, *lengths])
     if is_dataclass(result):
@@ -318,10 +313,10 @@ def counts(what: str, samples: int = 1, tokens: int = 197) -> dict[str, float]:
     calls = {
         "estimate": lambda att: lb.spectral_norm(att, tol=1e-4),
         "enclosure": lambda att: lb.spectral_norm(att, tol=1e-3, delta=1e-6),
-        "longer": lambda att: operator_norm(HeadJacobian(att), tol=0, max_steps=24),
-        "shorter": lambda att: operator_norm(HeadJacobian(att), tol=0, max_steps=12),
+        "longer": lambda att: operator_norm(lb.HeadJacobian(att), tol=0, max_steps=24),
+        "shorter": lambda att: operator_norm(lb.HeadJacobian(att), tol=0, max_steps=12),
     }
-    call = calls.get(what) or bounds.get(what)
+    call = calls.get(what) or lb.bounds.get(what)
     for _ in range(2):  # what is found once a process is not counted
         att, held = Attention(*tensors), far_device.COUNTED
         before = held["bytes"]

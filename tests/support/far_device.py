@@ -201,18 +201,10 @@ def _made(like: str) -> Callable[..., Tensor]:
     )
 
 
-FACTORIES = {
-    "empty.memory_format": "empty",
-    "empty_strided": "empty_strided",
-    "_efficientzerotensor": "zeros",
-    "eye": "eye",
-    "eye.m": "eye",
-    "arange": "arange",
-    "arange.start": "arange",
-    "arange.start_step": "arange",
-    "linspace": "linspace",
-    "triu_indices": "triu_indices",
-}
+OPERATIONS = "empty.memory_format empty_strided eye eye.m arange arange.start arange.start_step"
+FACTORIES = {name: name.partition(".")[0] for name in OPERATIONS.split()}
+FACTORIES |= {"_efficientzerotensor": "zeros", "linspace": "linspace"}
+FACTORIES |= {"triu_indices": "triu_indices"}
 
 
 def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:

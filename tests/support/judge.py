@@ -13,10 +13,7 @@ from support.hard_heads import FAMILIES
 from support.mp_oracle import Enclosed
 from torch import Tensor
 
-from lipbound import bounds
-from lipbound.attention.layer import Attention
-from lipbound.errors import LipboundError
-from lipbound.jacobians.spectral_norm import spectral_norm
+import lipbound as lb
 
 METHODS = ("lanczos", "dense")
 ESTIMATE = "lanczos without delta"
@@ -50,13 +47,13 @@ class Verdict:
     width: float = math.nan
 
 
-def case(family: str, dtype: torch.dtype, seed: int) -> Attention:
+def case(family: str, dtype: torch.dtype, seed: int) -> lb.Attention:
     """The layer of a family and a seed."""
     return FAMILIES[family](torch.Generator().manual_seed(seed), dtype)
 
 
 def judge(
-    att: Attention,
+    att: lb.Attention,
     name: str,
     *,
     map: str = "head",
@@ -86,18 +83,18 @@ def judge(
     norms = {"head": exact}
     if l2 and not att.variants:
         norms["l2"] = mp_oracle.norms(att, "l2")
-    for bound in bounds.names() if chosen is None else chosen:
-        entry = bounds.get(bound)
+    for bound in lb.bounds.names() if chosen is None else chosen:
+        entry = lb.bounds.get(bound)
         if entry.applies(att) and entry.map in norms:
             yield from _bounds(att, name, bound, norms[entry.map])
 
 
 def _enclosures(
-    att: Attention, name: str, method: str, exact: Norms, *, map: str, tol: float, delta: float
+    att: lb.Attention, name: str, method: str, exact: Norms, *, map: str, tol: float, delta: float
 ) -> Iterator[Verdict]:
-    def measure(part: Attention) -> tuple[Tensor, Tensor, Tensor]:
+    def measure(part: lb.Attention) -> tuple[Tensor, Tensor, Tensor]:
         how = {"delta": None} if method == ESTIMATE else {"method": method, "delta": delta}
-        norm = spectral_norm(part, map=map, tol=tol, **how)
+        norm = lb.spectral_norm(part, map=map, tol=tol, **how)
         return norm.lower, norm.upper, norm.converged
 
     for where, value, found in _each(att, name, method, exact, map, measure):
@@ -109,8 +106,8 @@ def _enclosures(
         yield Verdict(method, where, False, miss, bool(converged), _ratio(high, low))
 
 
-def _bounds(att: Attention, name: str, bound: str, exact: Norms) -> Iterator[Verdict]:
-    entry, method = bounds.get(bound), f"bound {bound}"
+def _bounds(att: lb.Attention, name: str, bound: str, exact: Norms) -> Iterator[Verdict]:
+    entry, method = lb.bounds.get(bound), f"bound {bound}"
     both = _each(att, name, method, exact, "head", lambda part: (entry(part), entry.sound(part)))
     for where, value, found in both:
         if isinstance(found, Verdict):
@@ -123,12 +120,12 @@ def _bounds(att: Attention, name: str, bound: str, exact: Norms) -> Iterator[Ver
 
 
 def _each(
-    att: Attention,
+    att: lb.Attention,
     name: str,
     method: str,
     exact: Norms,
     map: str,
-    measure: Callable[[Attention], tuple[Tensor, ...]],
+    measure: Callable[[lb.Attention], tuple[Tensor, ...]],
 ) -> Iterator[tuple[str, Enclosed, Any]]:
     """What is measured, norm by norm; what is refused together is taken one by one, and a verdict
     where that is refused too."""
@@ -137,7 +134,7 @@ def _each(
     except Exception as error:
         # to refuse is right; to end in an error of some library is a miss, even where the norms are
         # right one by one
-        if not isinstance(error, LipboundError):
+        if not isinstance(error, lb.LipboundError):
             yield name, exact[0][0], Verdict(method, f"{name}: {error}", False, math.inf)
         found = []
     alone = att.samples == 1 and (att.heads == 1 or map in WHOLE)

@@ -5,16 +5,11 @@ from collections.abc import Callable
 from itertools import product
 
 import torch
+from support.kinds import HARD as HARD
+from support.kinds import KINDS as KINDS
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-
-KINDS = (
-    "plain biases causal window offsets padded one_token wide_values duplicates flat sharp no_query"
-).split()
-HARD = ("biases", "padded", "duplicates", "sharp", "wide_values", "offsets")
-"""Those of them that `make test` takes for tests that cost much: what is causal, windowed, flat or
-without biases is a case of these, or easier."""
 
 
 def normal(seed: int = 0, dtype: torch.dtype = torch.float64) -> Callable[..., Tensor]:

@@ -7,13 +7,12 @@ import torch
 from support.reference import head_function
 from torch import Tensor
 
-from lipbound.attention.layer import Attention
+import lipbound as lb
 from lipbound.jacobians.maps import WHOLE
 from lipbound.jacobians.prepared_map import PreparedMap
-from lipbound.linalg.solution import Norm
 
 
-def allowance(att: Attention, map: str = "head") -> Tensor:
+def allowance(att: lb.Attention, map: str = "head") -> Tensor:
     """How far the rounding of a layer's tensors may move its norms, as the layer itself says:
     (samples, heads), of maps of whole layers (samples,)."""
     measured = PreparedMap(att.double(), map)
@@ -22,7 +21,7 @@ def allowance(att: Attention, map: str = "head") -> Tensor:
 
 
 def assert_encloses(
-    att: Attention, norm: Norm, exact: Tensor, tol: float, map: str = "head"
+    att: lb.Attention, norm: lb.Norm, exact: Tensor, tol: float, map: str = "head"
 ) -> None:
     """Ends hold norms of a layer that are known to 1e-12, no further off than ``tol`` and its own
     rounding; and norms are converged where rounding is a tenth of ``tol`` at most."""
@@ -31,7 +30,7 @@ def assert_encloses(
     assert bool((norm.converged | (error > 0.1 * tol * exact)).all())
 
 
-def encloses(norm: Norm, exact: Tensor, tol: float, error: Tensor) -> bool:
+def encloses(norm: lb.Norm, exact: Tensor, tol: float, error: Tensor) -> bool:
     """Whether the ends of enclosures (or lower ends alone) hold values known to 1e-12, and are no
     further off than ``tol`` and rounding ask for.
 
@@ -46,7 +45,7 @@ def encloses(norm: Norm, exact: Tensor, tol: float, error: Tensor) -> bool:
     return bool((below & above).all())
 
 
-def capture_error(att: Attention) -> float:
+def capture_error(att: lb.Attention) -> float:
     """How far float32 arithmetic may move head outputs of a captured layer from the model's, in the
     units of its ``error``.
 
@@ -62,14 +61,14 @@ def capture_error(att: Attention) -> float:
     return 8 * 2.0**-24 * float(share.amax())
 
 
-def jacobians(att: Attention, sample: int) -> Tensor:
+def jacobians(att: lb.Attention, sample: int) -> Tensor:
     """Autograd Jacobians of all heads side by side, padding left out: (n, heads, d_v, n D)."""
     heads = [head_function(att, sample, h) for h in range(att.heads)]
     x = att.x[sample] if att.valid is None else att.x[sample][att.valid[sample]]
     return torch.func.jacrev(lambda x: torch.stack([head(x) for head in heads], 1))(x).flatten(3)
 
 
-def matrices(att: Attention, sample: int, map: str = "head") -> Tensor:
+def matrices(att: lb.Attention, sample: int, map: str = "head") -> Tensor:
     """Autograd Jacobians of the heads of a sample, or of all of them together, padding left out:
     (heads or 1, outputs, n D)."""
     j = jacobians(att.double(), sample)
@@ -80,21 +79,21 @@ def matrices(att: Attention, sample: int, map: str = "head") -> Tensor:
     return j.flatten(0, 2)[None] if map in WHOLE else j.transpose(0, 1).flatten(1, 2)
 
 
-def oracle(att: Attention, map: str = "head") -> Tensor:
+def oracle(att: lb.Attention, map: str = "head") -> Tensor:
     """Exact norms by float64 SVD of the autograd Jacobian of the definition, (samples, heads); of
     maps of whole layers (samples,)."""
     rows = [torch.linalg.svdvals(matrices(att, s, map))[:, 0] for s in range(att.samples)]
     return torch.cat(rows) if map in WHOLE else torch.stack(rows)
 
 
-def dense_norms(att: Attention, map: str = "head") -> Tensor:
+def dense_norms(att: lb.Attention, map: str = "head") -> Tensor:
     """Exact norms by autograd Jacobians of the definition and float64 SVD, all samples and heads at
     once, (samples, heads)."""
     j = dense_jacobians(att, map)
     return torch.linalg.svdvals(j.reshape(*j.shape[:2], att.tokens * att.d_v, -1))[..., 0]
 
 
-def dense_jacobians(att: Attention, map: str = "head") -> Tensor:
+def dense_jacobians(att: lb.Attention, map: str = "head") -> Tensor:
     """Autograd Jacobians of the definition, all samples and heads of a layer without variants at
     once, (samples, heads, N, d_v, N, D), float64."""
     att = att.double()
