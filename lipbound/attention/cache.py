@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
-from lipbound.devices import Routine, T, finished, together, undisturbed
+from lipbound.devices import Routine, finished, together, undisturbed
+from lipbound.errors import T
 
 F = TypeVar("F", bound=Callable[..., Any])
 _ITSELF = object()

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.scoring import add_mask
-from lipbound.devices import T
-from lipbound.errors import MemoryFullError
+from lipbound.errors import MemoryFullError, T
 from lipbound.jacobians.head import HeadJacobian, HeadOperator
 from lipbound.jacobians.products.row_blocks import ROWS, Group, RowBlock, RowBlocks
 from lipbound.linalg.operators import PerEntry

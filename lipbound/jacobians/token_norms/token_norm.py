@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants import WITH_TOKEN_NORMS
-from lipbound.devices import T, in_own_modes
-from lipbound.errors import check_layer, choice, flag, real
+from lipbound.devices import in_own_modes
+from lipbound.errors import T, check_layer, choice, flag, real
 from lipbound.formatting import TABLE_ROWS, html_table, number
 from lipbound.jacobians.maps import BLOCKS, MAPS, WHOLE
 from lipbound.jacobians.prepared_map import PreparedMap, heads_of
