@@ -29,7 +29,7 @@ PYTHON = [
 ]
 LINES = re.compile(r"^(?:    |\$ )(lipbound .*?)(?: #.*)?$", re.MULTILINE)
 COMMANDS = sorted({line for text in PAGES.values() for line in LINES.findall(text)})
-LONG = ("README.md", "start.md", "howto/diff.md", "howto/training.md")
+LONG = "README.md start.md howto/diff.md howto/training.md howto/sweeps.md".split()
 """Pages whose snippets take long."""
 ELSEWHERE = ("from_pretrained", "dask", "Trainer", "minilm.zarr")
 """What a snippet has that takes the hub, other processes, or a run that is not there."""
