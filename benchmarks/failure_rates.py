@@ -74,7 +74,7 @@ def missed(
     # as `lipbound.spectral_norm` calls it, but that the runs of a batch do not share delta
     with torch.no_grad():
         norm = enclose.enclose(
-            enclose.Problem(wide.op, wide.roundoff, wide.op, tol, most, seeds), delta
+            enclose.Problem(wide.op, lambda: wide.roundoff, wide.op, tol, most, seeds), delta
         )
     return torch.maximum(1 - norm.upper, norm.lower - 1).clamp_min(0)
 

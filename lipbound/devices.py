@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import math
-import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -14,6 +13,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from lipbound import graphs
 from lipbound.errors import LipboundError, MemoryFullError, UnknownNameError, knows_options, shown
 
 T = TypeVar("T")
@@ -194,7 +194,7 @@ def undisturbed(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> 
             return function(*map(_certifiable, args), **kwargs)
         except torch.cuda.OutOfMemoryError as error:
             wanted = str(error).split(". ")[1:2]  # "Tried to allocate 2.00 GiB"
-        _CAPTURES.known.clear()
+        graphs.forget()
         torch.cuda.empty_cache()  # once the traceback no longer holds tensors
         what = f"the GPU has no memory left for this ({', '.join(wanted) or 'out of memory'})"
         instead = "measure fewer samples or layers, shorter inputs, or on device='cpu'"
@@ -273,60 +273,6 @@ class Room:
         if kept is None or kept.numel() < size or (kept.dtype, kept.device) != kind:
             kept = self._kept = like.new_empty(size)
         return kept[:size].view(shape)
-
-
-class _Captures(threading.local):
-    """Streams and memory in which a thread captures CUDA graphs.
-
-    Of each device a stream, the memory that graphs share, of which one is in use at a time, and a
-    first graph, with which that memory lives on.
-    """
-
-    def __init__(self) -> None:
-        self.known: dict[torch.device, tuple[torch.cuda.Stream, Any, torch.cuda.CUDAGraph]] = {}
-
-
-_CAPTURES = _Captures()
-
-
-def captured(work: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """Return work on a GPU's tensors as one launch of a CUDA graph, which has the same effect.
-
-    The graph is good until the thread captures another. Work that has to wait for the GPU, which no
-    graph can, is returned as it is.
-
-    Args:
-        work: reads and changes tensors that stay where they are; has been done before, so that
-            nothing is made that is kept for later.
-        device: the GPU.
-    """
-    known = _CAPTURES.known
-    try:
-        if device not in known:
-            stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
-            with torch.cuda.stream(stream):
-                for dtype in DTYPES.values():  # libraries' own memory, which they keep
-                    torch.bmm(*torch.ones(2, 2, 2, 2, dtype=dtype, device=device))
-            first = _capture(stream, pool, lambda: torch.zeros(1, device=device).add_(1))
-            known[device] = stream, pool, first
-        stream, pool, _ = known[device]
-        return _capture(stream, pool, work).replay
-    except RuntimeError:
-        return work
-
-
-def _capture(stream: torch.cuda.Stream, pool: Any, work: Callable[[], object]) -> Any:
-    graph = torch.cuda.CUDAGraph()
-    # torch.cuda.graph gives all memory that is free back to the system first
-    stream.wait_stream(torch.cuda.current_stream(stream.device))
-    with torch.cuda.stream(stream):
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-        try:
-            work()
-        finally:
-            graph.capture_end()
-    torch.cuda.current_stream(stream.device).wait_stream(stream)
-    return graph
 
 
 SERIAL = 2e10

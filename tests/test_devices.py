@@ -11,7 +11,7 @@ import torch
 from support.layers import random_attention
 
 import lipbound as lb
-from lipbound.devices import SERIAL, available, captured, side_by_side, threads_for
+from lipbound.devices import SERIAL, available, side_by_side, threads_for
 from lipbound.errors import LipboundError, MemoryFullError
 from lipbound.jacobians import streaming
 
@@ -124,27 +124,3 @@ def test_a_run_that_ran_out_of_memory_goes_on_where_it_was(monkeypatch, tmp_path
     resumed = lb.compare("builtin:gpt2", bounds=["castin"], out=out, resume=True, **options)
     assert 0 < len(calls) < count
     np.testing.assert_array_equal(resumed["exact_upper"], whole["exact_upper"])
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are NVIDIA's")
-def test_work_that_is_captured_as_a_graph() -> None:
-    """Has the same effect each time, takes its memory once, and waits where no graph can."""
-    a, held = torch.zeros(2**20, device="cuda"), []
-
-    def work() -> None:
-        a.add_(torch.ones_like(a) * 2)
-
-    def waiting() -> None:
-        a.mul_(float(a[0]))
-
-    work()
-    for _ in range(4):
-        again = captured(work, a.device)
-        again()
-        again()
-        held.append(torch.cuda.memory_reserved())
-    assert float(a.amin()) == float(a.amax()) == 18
-    assert held[1:] == held[:1] * 3
-    assert captured(waiting, a.device) is waiting
-    captured(work, a.device)()
-    assert float(a.amin()) == 20

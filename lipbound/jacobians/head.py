@@ -26,7 +26,7 @@ from lipbound.jacobians.products.row_blocks import (
     pushed,
     worthwhile,
 )
-from lipbound.jacobians.row_space import RowSpace, distinct, length_by_squares
+from lipbound.jacobians.row_space import RowSpace, distinct, length_by_squares, length_sums
 from lipbound.linalg.operators import JacobianOperator, PerEntry, TensorOperator
 
 
@@ -343,9 +343,16 @@ class HeadOperator(TensorOperator):
 
         return {name: push(way) for name, way in ways.items()}
 
+    @property
+    def _by_factors(self) -> bool:
+        """Whether J J^T has two products with the triangular factor.
+
+        These round less than one with its square.
+        """
+        return self.dtype == torch.float64 and not self.squared
+
     def gram(self, y: Tensor) -> Tensor:
-        # two products with the triangular factor round less than one with its square
-        if self.dtype == torch.float64 and not self.squared:
+        if self._by_factors:
             return self.jvp(self.vjp(y))
         pulled = self.pull(y)
         if self.cross is None or self.own is None:
@@ -355,13 +362,22 @@ class HeadOperator(TensorOperator):
         z = torch.bmm(whole, self._square) + (self.cross @ extra[..., None])[..., 0]
         return self.push(torch.cat([z, along[..., 0]], -1))
 
-    def image(self, y: Tensor) -> Tensor:
-        return self.pull(y) if self.squared and self.extra is None else self.vjp(y)
+    @property
+    def _in_parts(self) -> bool:
+        """Whether images are the cotangents of all coordinates, whose lengths w^T w gives."""
+        return self.squared and self.extra is None
 
-    def length(self, image: Tensor) -> tuple[Tensor, Tensor]:
-        if self.squared and self.extra is None:
-            return length_by_squares(image, self.rows.square, self.head, self.w.shape[1])
-        return super().length(image)
+    def image(self, y: Tensor) -> Tensor:
+        return self.pull(y) if self._in_parts else self.vjp(y)
+
+    def sums(self, image: Tensor) -> Tensor:
+        return length_sums(image, self._square) if self._in_parts else super().sums(image)
+
+    def length(self, sums: Tensor) -> tuple[Tensor, Tensor]:
+        if not self._in_parts:
+            return super().length(sums)
+        (n, _), (_, count, m) = self.out_shape, self.w.shape
+        return length_by_squares(sums, n, count, m, self.dtype)
 
     def lift(self, x: Tensor) -> Tensor:
         """Reduced input vectors (batch, N, m') in the coordinates of X, (batch, N, D)."""
@@ -449,6 +465,14 @@ class HeadJacobian(InParts, HeadOperator):
 
     def product(self, y: Tensor) -> Tensor:
         return HeadOperator.gram(self, y)
+
+    def graphable(self) -> bool:
+        if not super().graphable():
+            return False
+        _ = self.triangle if self._by_factors else self._square
+        if self._by_factors and self.extra is not None:
+            _ = self._along
+        return True
 
     def as_linear_operator(self, sample: int = 0, head: int = 0) -> LinearOperator:
         """The Jacobian of one head at one input, for scipy's solvers.

@@ -19,25 +19,35 @@ IN_CACHE = 12
 """Entries whose lengths a CPU takes at a time, in its cache."""
 
 
+def length_sums(c: Tensor, squares: Tensor) -> Tensor:
+    """Return what `length_by_squares` takes, (batch, 3).
+
+    Args:
+        c: coordinates, (batch, N, m).
+        squares: products w^T w, (batch, m, m).
+    """
+    together = IN_CACHE if c.device.type == "cpu" else len(c)
+    parts = zip(c.split(together), squares.split(together), strict=True)
+    sums = torch.cat([(part * (part @ square)).sum(-1).sum(-1) for part, square in parts])
+    trace = squares.diagonal(dim1=-2, dim2=-1).sum(-1)
+    return torch.stack([sums, c.square().sum((-1, -2)), trace], 1)
+
+
 def length_by_squares(
-    c: Tensor, squares: Tensor, heads: Tensor, count: int
+    sums: Tensor, n: int, count: int, m: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return lengths of c w^T, and how much too long they may be, (batch,) each on the CPU.
+    """Return lengths of c w^T, and how much too long they may be, (batch,) each.
 
     The end of Lemma 71 (docs/theory/rounding.md).
 
     Args:
-        c: coordinates, (batch, N, m).
-        squares: products w^T w, (heads, m, m).
-        heads: of each entry of the batch, (batch,).
+        sums: of `length_sums`, float64 on the CPU.
+        n: rows of c.
         count: rows of w, of which each entry of the products is a sum.
+        m: columns of both.
+        dtype: of the sums' arithmetic.
     """
-    together = IN_CACHE if c.device.type == "cpu" else len(c)
-    parts = zip(c.split(together), heads.split(together), strict=True)
-    sums = torch.cat([(part * (part @ squares[head])).sum(-1).sum(-1) for part, head in parts])
-    trace = squares.diagonal(dim1=-2, dim2=-1).sum(-1)[heads]
-    value, lengths, trace = torch.stack([sums, c.square().sum((-1, -2)), trace]).cpu().double()
-    (n, m), known = c.shape[1:], torch.finfo(c.dtype)
+    (value, lengths, trace), known = sums[:, :3].unbind(1), torch.finfo(dtype)
     underflow = m * (count + m + 1) * known.tiny * (lengths + n * m)
     rounding = (count + 2 * m + n + 8) * known.eps * lengths * trace
     least = (value - rounding - underflow).clamp_min(0).sqrt()

@@ -134,22 +134,23 @@ def spectral_norm(
 
     def measure() -> Norm:
         wide = prepared(att.double())
-        noise = wide.roundoff.tensors + wide.roundoff.products
         if isinstance(wide.op, HeadOperator) and _own_blocks(wide):
             norm = own_block_norms(wide.op, wide.roundoff, tol=tol, vectors=vectors)
         elif method == "dense":
-            norm = widened(dense_svd(wide.op, vectors=vectors), noise, tol)
+            by = wide.roundoff.tensors + wide.roundoff.products
+            norm = widened(dense_svd(wide.op, vectors=vectors), by, tol)
         else:
             op = wide.op
             if narrow:  # products in float32, where heads of float64 have them
                 op = (isinstance(op, HeadOperator) and op.single()) or prepared(att).op
             each = seeds_each(wide.op.batch, seeds)
-            problem = Problem(wide.op, wide.roundoff, op, tol, steps, each)
+            problem = Problem(wide.op, lambda: wide.roundoff, op, tol, steps, each)
             with torch.no_grad():
                 if delta is None:
                     norm = estimate(problem, vectors=vectors)
                 else:
                     norm = enclose(problem, delta / wide.op.batch, vectors=vectors)
+        noise = wide.roundoff.tensors + wide.roundoff.products
         return shaped(att, replace(norm, limited=~(4 * noise <= tol * norm.lower)), wide)
 
     return by_rows_if_full(att, measure)
@@ -203,8 +204,8 @@ def l2_spectral_norm(att: Attention, *, tol: float = 1e-4, seed: int | Sequence[
     search = L2HeadJacobian(unit_values(att)[0]) if narrow else op
     nothing = torch.zeros(op.batch, dtype=torch.float64)
     steps, seeds = DEFAULT_STEPS["lanczos"], sample_seeds(att.samples, seed)
-    roundoff = Roundoff(nothing, nothing, nothing)
-    problem = Problem(op, roundoff, search, tol, steps, seeds_each(op.batch, seeds))
+    rounding = partial(Roundoff, nothing, nothing, nothing)
+    problem = Problem(op, rounding, search, tol, steps, seeds_each(op.batch, seeds))
     norm = estimate(problem)
     return _scale(norm.view(att.samples, att.heads), unit.log2().round().long())
 

@@ -7,13 +7,17 @@ probabilities of failure are multiplied.
 """
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from lipbound.errors import RangeError
+from lipbound.graphs import graphed
 from lipbound.linalg.certificates import STARTS, Certificate
 from lipbound.linalg.krylov import Array, Recurrence, Runs
 from lipbound.linalg.matrix_norms import SMALLEST, UNIT, power_of_two
@@ -48,7 +52,7 @@ class Problem:
 
     Attributes:
         op: the operators in float64.
-        roundoff: their rounding.
+        rounding: gives their `roundoff`, which is asked for while a GPU is busy.
         search: the same operators in the dtype in which estimates are searched.
         tol: relative width to reach, or relative error of an estimate.
         max_steps: products of one run at most.
@@ -56,20 +60,25 @@ class Problem:
     """
 
     op: JacobianOperator
-    roundoff: Roundoff
+    rounding: Callable[[], Roundoff]
     search: JacobianOperator
     tol: float
     max_steps: int
     seeds: list[int]
+
+    @cached_property
+    def roundoff(self) -> Roundoff:
+        """Rounding of the operators."""
+        return self.rounding()
 
     def select(self, index: Tensor) -> "Problem":
         """Return the problem of some entries, ascending."""
         if len(index) == self.op.batch:
             return self
         there, seeds = index.to(self.op.device), [self.seeds[i] for i in index.tolist()]
-        op, roundoff = self.op.select(there), self.roundoff.select(index)
+        op, rounding = self.op.select(there), partial(self.roundoff.select, index)
         search = op if self.search is self.op else self.search.select(there)
-        return replace(self, op=op, roundoff=roundoff, search=search, seeds=seeds)
+        return replace(self, op=op, rounding=rounding, search=search, seeds=seeds)
 
     def seeds_for(self, *purpose: int | str) -> list[int]:
         """Return other seeds, one for each entry."""
@@ -89,17 +98,18 @@ def enclose(problem: Problem, delta: float, *, vectors: bool = False) -> Norm:
         same. Of a norm whose square leaves the range of float64 nothing is said, or only that it
         is at most a crude bound.
     """
-    op, roundoff, tol = problem.op, problem.roundoff, problem.tol
+    op, tol = problem.op, problem.tol
+    start = start_vectors(op, op.out_shape, problem.seeds)
+    found, high, starts, goal = _beyond(problem, delta, start, np.ones(op.batch, dtype=int))
+    roundoff = problem.roundoff
     faint = (roundoff.size > 0) & (roundoff.size < SMALLEST)
     small = (roundoff.size < SMALL) & (roundoff.size > 0) & ~faint
     if bool(small.any()):
         unit = torch.where(small, 1 / power_of_two(roundoff.size), 1.0)
         scaled = InUnits(op, unit)
-        part = replace(problem, op=scaled, search=scaled, roundoff=roundoff.scaled(unit))
+        part = replace(problem, op=scaled, search=scaled, rounding=partial(roundoff.scaled, unit))
         norm = enclose(part, delta, vectors=vectors)
         return replace(norm, lower=norm.lower / unit, upper=norm.upper / unit)
-    start = start_vectors(op, op.out_shape, problem.seeds)
-    found, high, starts, goal = _beyond(problem, delta, start, np.ones(op.batch, dtype=int))
     top, largest, steps = found.vectors, found.recurrence.top, found.recurrence.steps
     for count in range(1, STARTS[-1]):  # the bound fails only if every start does
         more = (starts > count).nonzero()[0]
@@ -114,7 +124,7 @@ def enclose(problem: Problem, delta: float, *, vectors: bool = False) -> Norm:
         better = again.recurrence.top > largest[more]
         largest[more[better]] = again.recurrence.top[better]
         top[there[better].to(op.device)] = again.vectors[torch.from_numpy(better).to(op.device)]
-    low, _, top, _ = _quotients(op, roundoff, top, tol)
+    low, _, top, _ = _quotients(op, op, roundoff, top, tol)
     crude = (roundoff.size + roundoff.products) * (1 + 2 * UNIT)
     upper = torch.minimum(torch.from_numpy(high).sqrt() * (1 + 4 * UNIT), crude)
     upper = torch.where(faint, roundoff.size, upper) + roundoff.tensors
@@ -139,9 +149,10 @@ def _beyond(
     Returns:
         The runs; the numbers, starts as rounding allows them, and goals, (batch,) each.
     """
-    roundoff, n = problem.roundoff, start.shape[1]
+    n, known = start.shape[1], goal
+    runs = Runs(problem.op, start, limit=min(problem.max_steps, n))
+    roundoff = problem.roundoff
     noise, tensors = (roundoff.tensors + roundoff.products).numpy(), roundoff.tensors.numpy()
-    known = goal
     certificate = Certificate(n, delta, roundoff.products.numpy())
 
     def enough(index: Array, top: Array, tol: float) -> Array:
@@ -163,8 +174,7 @@ def _beyond(
             shown &= finer | (more > some)
         return shown | hopeless
 
-    runs = Runs(problem.op, start, rule, limit=min(problem.max_steps, n))
-    found, everyone = runs.recurrence, np.arange(len(start))
+    found, everyone = runs.until(rule).recurrence, np.arange(len(start))
     goal = enough(everyone, found.top, problem.tol)
     starts = certificate.shows(everyone, found, goal, starts)[1]
     return runs, certificate.bound(found, starts, goal), starts, goal
@@ -191,9 +201,10 @@ def estimate(problem: Problem, *, vectors: bool = False) -> Norm:
 
 def _estimated(problem: Problem) -> tuple[Norm, Tensor]:
     """Return the result of `estimate`, and the vectors (batch, n) whose quotients it has."""
-    op, roundoff, search, tol = problem.op, problem.roundoff, problem.search, problem.tol
+    op, search, tol, steps = problem.op, problem.search, problem.tol, problem.max_steps
+    seeds, meanwhile = problem.seeds, partial(getattr, problem, "roundoff")
     try:
-        found, left = lanczos(search, tol=tol, max_steps=problem.max_steps, seed=problem.seeds)
+        found, left = lanczos(search, tol=tol, max_steps=steps, seed=seeds, meanwhile=meanwhile)
     except RangeError:
         if search is not op:
             return _estimated(replace(problem, search=op))
@@ -203,10 +214,11 @@ def _estimated(problem: Problem) -> tuple[Norm, Tensor]:
             return norm, zero.new_zeros(1, math.prod(op.out_shape), device=op.device)
         parts = [_estimated(problem.select(i)) for i in torch.arange(op.batch)[:, None]]
         return Norm.cat([norm for norm, _ in parts]), torch.cat([top for _, top in parts])
-    low, size, top, image = _quotients(op, roundoff, left.double(), tol)
+    roundoff = problem.roundoff
+    low, size, top, off = _quotients(op, search, roundoff, left.double(), tol)
     noise, missed = roundoff.tensors + roundoff.products, found.error
     if search is not op:
-        noise, missed = noise + _blur(problem, top, image, low), missed.clamp_min(SEEN)
+        noise, missed = noise + _blur(problem, off, low), missed.clamp_min(SEEN)
     # a search that finds another number at its vector than the quotient has seen the top as roughly
     gap = (found.lower - size).abs()
     high = torch.maximum(found.lower * (1 + missed), size + gap) + noise
@@ -227,57 +239,82 @@ def _estimated(problem: Problem) -> tuple[Norm, Tensor]:
     return norm, top
 
 
-def _blur(problem: Problem, top: Tensor, image: Tensor, low: Tensor) -> Tensor:
+def _blur(problem: Problem, off: Tensor, low: Tensor) -> Tensor:
     r"""Return how far products of the search are from those of the operators, (batch,).
 
-    As seen at the vectors ``top``, whose images are ``image``. Where the norm is so much smaller
-    than what is added up in its products that their rounding may hide other vectors, a random
-    direction is looked at, too, in which a difference of one direction alone shows as one part of
+    At the vectors that it has found by ``off``. Where the norm is so much smaller than what is
+    added up in its products that their rounding may hide other vectors, a random direction is
+    looked at, too, in which a difference of one direction alone shows as one part of
     :math:`n^{1/2}`.
     """
-
-    def apart(search: JacobianOperator, y: Tensor, exact: Tensor) -> Tensor:
-        seen = search.image(y.to(search.dtype).view(-1, *search.out_shape))
-        off = search.length((exact - seen.double()).to(search.dtype))[0]
-        return torch.nan_to_num(off, nan=math.inf)
-
-    blur, size = apart(problem.search, top, image), problem.roundoff.size
-    unit = torch.finfo(problem.search.dtype).eps
+    size, unit = problem.roundoff.size, torch.finfo(problem.search.dtype).eps
     unsure = (~(_ADDED * unit * size <= problem.tol * low) | (size == 0)).nonzero()[:, 0]
     if len(unsure):
         part = problem.select(unsure)
         y = start_vectors(part.op, part.op.out_shape, part.seeds_for("blur"))
-        exact = part.op.image(y.view(-1, *part.op.out_shape))
-        seen = _HIDDEN * y.shape[1] ** 0.5 * apart(part.search, y, exact)
-        blur[unsure] = torch.maximum(blur[unsure], seen)
-    return torch.where(low < _FAINT, math.inf, blur)
+        seen = _images(part.op, part.search, y)[1][:, 3:]
+        seen = torch.nan_to_num(part.search.length(seen.cpu())[0], nan=math.inf)
+        off[unsure] = torch.maximum(off[unsure], _HIDDEN * y.shape[1] ** 0.5 * seen)
+    return torch.where(low < _FAINT, math.inf, off)
+
+
+def _images(op: JacobianOperator, search: JacobianOperator, z: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``z`` (batch, n) of length one, and sums that lengths are found from, (batch, 6).
+
+    The first three of its images, the others of how far those of the search are from these.
+    """
+    z = torch.nan_to_num(z, nan=0.0, posinf=0.0, neginf=0.0)
+    z = z / torch.linalg.vector_norm(z, dim=1, keepdim=True).clamp_min(1e-300)
+    image = op.image(z.view(-1, *op.out_shape))
+    parts = [op.sums(image)]
+    if search is not op:
+        seen = search.image(z.to(search.dtype).view(-1, *search.out_shape))
+        parts.append(search.sums((image - seen.double()).to(search.dtype)).double())
+    return z, torch.cat([pad(part, (0, 3 - part.shape[1])) for part in parts], 1)
+
+
+def _images_into(
+    op: JacobianOperator, search: JacobianOperator, z: Tensor, found: Sequence[Tensor]
+) -> None:
+    for t, new in zip(found, _images(op, search, z), strict=True):
+        t.copy_(new)
 
 
 def _quotients(
-    op: JacobianOperator, roundoff: Roundoff, vectors: Tensor, tol: float = 0.0
+    op: JacobianOperator,
+    search: JacobianOperator,
+    roundoff: Roundoff,
+    vectors: Tensor,
+    tol: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Bound norms from below by one vector each, (batch, n).
+    """Bound norms from below by one vector each, (batch, n), of length one or zero.
 
     By the length of J^T z less what rounding may have added to it, over that of z, which is 1 but
     for its own rounding. Where an operator measures lengths too roughly for ``tol``, in the
     coordinates of its inputs.
 
     Returns:
-        The bounds and the lengths, (batch,) each, the vectors with length one, and what
-        `JacobianOperator.image` gives of these.
+        The bounds and the lengths, (batch,) each, the vectors with length one, and how far images
+        of the search are from those of these.
     """
-    z = vectors / vectors.abs().amax(1, keepdim=True).clamp_min(1e-300)
-    z = torch.nan_to_num(z, nan=0.0, posinf=0.0, neginf=0.0)
-    z = z / torch.linalg.vector_norm(z, dim=1, keepdim=True).clamp_min(1e-300)
-    image = op.image(z.view(-1, *op.out_shape))
-    size, more = op.length(image)
+    if op.graphable() and search.graphable():
+        found = torch.empty_like(vectors), vectors.new_empty(len(vectors), 6 - 3 * (search is op))
+        launch, (*_, found) = graphed(_images_into, op, search, vectors, found)
+        launch()
+        z, sums = (t.clone() for t in found)
+    else:
+        z, sums = _images(op, search, vectors)
+    sums = sums.cpu()
+    size, more = op.length(sums)
+    off = torch.nan_to_num(search.length(sums[:, -3:])[0], nan=math.inf)
     rough = (~(more <= ROUGH * tol * size)).nonzero()[:, 0]
     if len(rough):
         there = rough.to(op.device)
         part = op.select(there)
         inputs = part.vjp(z[there].view(-1, *op.out_shape))
-        size[rough], more[rough] = JacobianOperator.length(part, inputs)
+        sums = JacobianOperator.sums(part, inputs).cpu()
+        size[rough], more[rough] = JacobianOperator.length(part, sums)
     own = (2 * z.shape[1] + 16) * UNIT
     low = (size - more) * (1 - own) - roundoff.products * (1 + 1e-6) - roundoff.tensors
     low = torch.where(torch.isfinite(size), low, 0.0).nan_to_num(0.0).clamp_min(0)
-    return low, size, z, image
+    return low, size, z, off

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import partial
 
 import numpy as np
 import torch
@@ -11,7 +10,7 @@ from scipy.linalg.lapack import dstemr
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lipbound.devices import captured
+from lipbound.graphs import graphed
 from lipbound.linalg.operators import JacobianOperator
 
 Array = np.ndarray
@@ -94,15 +93,15 @@ def top_eigenpairs(alpha: Array, inside: Array) -> tuple[Array, Array]:
 
 
 class Runs:
-    """Lanczos runs on J J^T with full reorthogonalisation, each until a rule ends it.
+    """Lanczos runs on J J^T with full reorthogonalisation, each `until` a rule ends it.
 
-    Nothing is read from the device between two looks, and runs that have ended are no longer
-    computed.
+    Steps up to the first look are started at once, and are under way on a GPU while the host does
+    other work. Nothing is read from the device between two looks, and runs that have ended are no
+    longer computed.
 
     Args:
         op: the Jacobians.
         start: unit vectors, (batch, n).
-        rule: ends runs whose Krylov spaces have not.
         limit: steps of each run at most.
 
     Attributes:
@@ -110,33 +109,44 @@ class Runs:
         vectors: top Ritz vectors, (batch, n).
     """
 
-    def __init__(self, op: JacobianOperator, start: Tensor, rule: Rule, *, limit: int):
+    def __init__(self, op: JacobianOperator, start: Tensor, *, limit: int):
         alpha, beta, lost = np.zeros((3, op.batch, limit))
         steps, top = np.zeros(op.batch, dtype=np.int64), np.zeros(op.batch)
         whole = np.zeros(op.batch, dtype=bool)
         self.recurrence = Recurrence(alpha, beta, lost, steps, top, whole)
-        self.vectors, self._rule, self._limit = torch.zeros_like(start), rule, limit
-        self._run((GraphSteps if op.graphs else Steps)(op, start, limit))
-        found, most = self.recurrence, int(self.recurrence.steps.max(initial=1))
-        for name in ("alpha", "beta", "lost"):
-            setattr(found, name, getattr(found, name)[:, :most])
+        self.vectors, self._limit = torch.zeros_like(start), limit
+        self._steps = (GraphSteps if op.graphable() else Steps)(op, start, limit)
+        self._taken = self._take(0)
 
-    def _run(self, steps: "Steps") -> None:
-        active = np.arange(len(self.vectors))
+    def _take(self, k: int) -> int:
+        """Take steps after the k-th up to that of the next look, and return which this is."""
+        while True:
+            self._steps.take()
+            k += 1
+            if k == self._limit or self._steps.looks(k):
+                return k
+
+    def until(self, rule: Rule) -> "Runs":
+        """Go on until the rule ends each run whose Krylov space has not ended, and return this."""
+        steps, k, active = self._steps, self._taken, np.arange(len(self.vectors))
         going = np.ones(len(active), dtype=bool)
-        for k in range(1, self._limit + 1):
-            steps.take()
-            if k < self._limit and not steps.looks(k):
-                continue
+        while True:
             places = going.nonzero()[0]
             self._read(active[places], places, *steps.numbers())
-            going[places[self._look(active[places], places, steps.basis, k)]] = False
+            ends = self._look(active[places], places, steps.basis, k, rule)
+            going[places[ends]] = False
             if not going.any():
                 break
             if going.sum() <= steps.worth_copying * len(going):
                 keep = going.nonzero()[0]
                 steps.keep(keep)
                 active, going = active[keep], going[keep]
+            k = self._take(k)
+        del self._steps  # and with it the memory of its vectors
+        found, most = self.recurrence, int(self.recurrence.steps.max(initial=1))
+        for name in ("alpha", "beta", "lost"):
+            setattr(found, name, getattr(found, name)[:, :most])
+        return self
 
     def _read(self, index: Array, places: Array, rows: Array, lengths: Array) -> None:
         """Put `Steps.numbers`, of entries in places, into recurrences."""
@@ -150,10 +160,10 @@ class Runs:
             rows[each[after], :, j[after] - 1] -= found.beta[entries, j[after] - 1].T
         found.lost[entries, j] = np.abs(rows).sum(2).T
 
-    def _look(self, index: Array, places: Array, basis: Tensor, k: int) -> Array:
+    def _look(self, index: Array, places: Array, basis: Tensor, k: int, rule: Rule) -> Array:
         """Return which of some runs end after k steps, and keep what they have found.
 
-        By the rule, or as their Krylov spaces have ended, maybe some steps ago.
+        By a rule, or as their Krylov spaces have ended, maybe some steps ago.
         """
         found, floor = self.recurrence, max(4 * torch.finfo(basis.dtype).eps, 1e-12)
         alpha, beta = found.alpha[index, :k], found.beta[index, :k]
@@ -171,7 +181,7 @@ class Runs:
         part = Recurrence(alpha, beta, lost, steps, np.zeros(len(index)), whole)
         top, turns = top_eigenpairs(part.alpha, part.inside)
         part.top = np.maximum(top, 0)
-        ends = self._rule(index, part) | ~fine | whole | (k == self._limit)
+        ends = rule(index, part) | ~fine | whole | (k == self._limit)
         part.top = np.where(fine, part.top, np.nan)
         for name in ("alpha", "beta", "lost"):
             getattr(found, name)[index[ends], :k] = getattr(part, name)[ends]
@@ -267,19 +277,24 @@ class GraphSteps(Steps):
     """
 
     room = 24
-    worth_copying = 0.1
+    worth_copying = 0.0  # what starts its steps takes longer than they do
 
     def __init__(self, op: JacobianOperator, start: Tensor, limit: int):
         super().__init__(op, start, limit)
-        self._known: JacobianOperator | None = None
-        self._graph: Callable[[], None] | None = None
-        self._last = torch.zeros(1, dtype=torch.long, device=start.device)
+        self._near = torch.arange(2, device=start.device)
         room, self._read = len(self._rows), 0
         self._found = start.new_zeros(room, len(start), 3 + room)
+        self._begin()
 
     def _new(self, like: Tensor, count: int) -> Tensor:
         self._rows = like.new_zeros(1 + count, *like.shape[-2:])  # before the first vector nothing
         return self._rows[1:]
+
+    def _begin(self) -> None:
+        """Have steps from now on taken on buffers that a graph works on."""
+        args = self._op, self._rows, self._found, self._near
+        self._launch, (self._op, self._rows, self._found, self._near) = graphed(_step, *args)
+        self.basis = self._rows[1:]
 
     def looks(self, k: int) -> bool:
         return k >= FIRST_LOOK and (k - FIRST_LOOK) % GRAPH_LOOK == 0
@@ -289,14 +304,8 @@ class GraphSteps(Steps):
             more = min(len(self.basis), self._limit - self._count)
             self._rows = pad(self._rows, (0, 0, 0, 0, 0, more))
             self._found = pad(self._found, (0, more, 0, 0, 0, more))
-            self.basis, self._graph = self._rows[1:], None
-        work = partial(_step, self._op, self._rows, self._found, self._last)
-        if self._known is not self._op:  # what it makes at its first product is no part of a graph
-            self._known, self._graph = self._op, None
-            work()
-        else:
-            self._graph = self._graph or captured(work, self._op.device)
-            self._graph()
+            self._begin()
+        self._launch()
         self._count += 1
 
     def numbers(self) -> tuple[Array, Array]:
@@ -308,20 +317,14 @@ class GraphSteps(Steps):
         rows[each[after], :, j[after] - 1] += near[after, :, 0]
         return rows, lengths
 
-    def keep(self, places: Array) -> None:
-        there = torch.from_numpy(places).to(self._op.device)
-        self._op = self._op.select(there)
-        self._rows, self._found = self._rows[:, there], self._found[:, there]
-        self.basis = self._rows[1:]
 
-
-def _step(op: JacobianOperator, rows: Tensor, found: Tensor, last: Tensor) -> None:
-    """A step of `GraphSteps`: from vector ``last`` (1,), of tensors that stay where they are."""
-    near = rows.index_select(0, torch.cat([last, last + 1]))
-    w, first, second, length = _orthogonalised(op, near[1], near, rows)
-    found.index_copy_(0, last, torch.cat([first, length, second], 1)[None])
-    last.add_(1)
-    rows.index_copy_(0, last + 1, (w / length)[None])
+def _step(op: JacobianOperator, rows: Tensor, found: Tensor, near: Tensor) -> None:
+    """A step of `GraphSteps`, from the last vectors in rows ``near`` (2,), which it moves on."""
+    vectors = rows.index_select(0, near)
+    w, first, second, length = _orthogonalised(op, vectors[1], vectors, rows)
+    found.index_copy_(0, near[:1], torch.cat([first, length, second], 1)[None])
+    near.add_(1)
+    rows.index_copy_(0, near[1:], (w / length)[None])
 
 
 def _orthogonalised(

@@ -6,7 +6,7 @@ Power iteration, as papers use it, and the dense decomposition are what it is me
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -85,6 +85,14 @@ def operator_norm(
         raise LipboundError(
             "method 'power' gives no upper bound; use 'lanczos' with delta, or delta=None"
         )
+    if delta is not None:
+        real("delta", delta, "between 0 and 1, a probability of failure", above=0, below=1)
+        if tol <= (rounding := ROUNDING[op.dtype]):
+            raise LipboundError(
+                f"tol {tol:g} cannot be certified in {str(op.dtype).removeprefix('torch.')}, whose "
+                f"rounding takes {rounding:g}; "
+                f"use {'float64 or ' if op.dtype == torch.float32 else ''}a larger tol"
+            )
     with torch.no_grad():
         if method == "power":
             return power_iteration(op, tol=tol, max_steps=steps, seed=seed, vectors=vectors)
@@ -93,7 +101,13 @@ def operator_norm(
 
 
 def lanczos(
-    op: JacobianOperator, *, tol: float, max_steps: int, seed: Seed, delta: float | None = None
+    op: JacobianOperator,
+    *,
+    tol: float,
+    max_steps: int,
+    seed: Seed,
+    delta: float | None = None,
+    meanwhile: Callable[[], object] = bool,
 ) -> tuple[Norm, Tensor]:
     """Compute norms of J by the Lanczos method on J J^T with full reorthogonalisation.
 
@@ -101,12 +115,11 @@ def lanczos(
     is exhausted, or after ``max_steps`` products. ``lower`` is the root of a Rayleigh quotient.
 
     Args:
-        op: the Jacobians.
-        tol: relative width to reach.
-        max_steps: products with J J^T at most.
+        op, tol, max_steps: as of `operator_norm`.
         seed: of the start vectors, one for all entries or one for each part of the batch.
         delta: failure probability of the upper bounds of the whole batch; None for estimates,
             which stop by bounds that fail with probability 1e-3 each.
+        meanwhile: what else the host may do while a GPU takes the first steps.
 
     Returns:
         The norms, float64, (batch,), and the Ritz vectors on the left, (batch, n).
@@ -116,14 +129,6 @@ def lanczos(
     """
     n, known = math.prod(op.out_shape), torch.finfo(op.dtype)
     rounding = 0.0 if delta is None else ROUNDING[op.dtype]
-    if delta is not None:
-        real("delta", delta, "between 0 and 1, a probability of failure", above=0, below=1)
-        if tol <= rounding:
-            raise LipboundError(
-                f"tol {tol:g} cannot be certified in {str(op.dtype).removeprefix('torch.')}, whose "
-                f"rounding takes {rounding:g}; "
-                f"use {'float64 or ' if op.dtype == torch.float32 else ''}a larger tol"
-            )
     each = ESTIMATE_DELTA if delta is None else delta / max(1, op.batch)
     certificate, one = Certificate(n, each, floor=4 * known.eps), np.ones(op.batch, dtype=int)
 
@@ -135,12 +140,13 @@ def lanczos(
         return certificate.shows(index, part, goal(part.top), one[index])[0]
 
     start = start_vectors(op, op.out_shape, seed)
-    runs = Runs(op, start, rule, limit=min(max_steps, n))
-    found, everyone = runs.recurrence, np.arange(op.batch)
+    runs = Runs(op, start, limit=min(max_steps, n))
+    meanwhile()
+    found = runs.until(rule).recurrence
     bound = certificate.bound(found, one, goal(found.top))
     upper, lower = np.sqrt(bound) * (1 + rounding), np.sqrt(found.top)
     nothing = (found.top == 0) & (found.last == 0)
-    reached = certificate.shows(everyone, found, goal(found.top), one)[0] | nothing
+    reached = rule(np.arange(op.batch), found) | nothing
     upper = np.where(reached & (found.top > 0), np.minimum(upper, lower * (1 + tol)), upper)
     # a top of 0 is a zero, or a Ritz value that rounding has made negative
     none = np.where(reached, 0.0, math.inf)
@@ -162,13 +168,13 @@ def lanczos(
     check_finite(op, norm.lower)
     # A Krylov space that has ended may have ended on rounding, short of the top: what it shows is
     # in `error`; small cases are settled densely.
-    ended = found.whole | (found.steps == n)
-    early = torch.as_tensor(ended) & ~norm.converged
-    if bool(early.any()) and n <= LARGEST_DENSE_SVD:
-        dense = dense_svd(op.select(early.nonzero()[:, 0].to(op.device)))
-        upper_too = dense if delta is not None else replace(dense, upper=dense.upper + math.inf)
-        close = replace(upper_too, converged=dense.error <= max(tol, 1e-12))
-        norm.put(early.nonzero()[:, 0], replace(close, steps=norm.steps[early]))
+    ended = torch.from_numpy(found.whole | (found.steps == n))
+    early = (ended & ~norm.converged).nonzero()[:, 0]
+    if len(early) and n <= LARGEST_DENSE_SVD:
+        dense = dense_svd(op.select(early.to(op.device)))
+        upper = dense.upper if delta is not None else dense.upper + math.inf
+        close, steps = dense.error <= max(tol, 1e-12), norm.steps[early]
+        norm.put(early, replace(dense, upper=upper, converged=close, steps=steps))
     return norm, vectors
 
 

@@ -62,9 +62,11 @@ class JacobianOperator(ABC):
     squared: bool = False
     """True if `gram` multiplies by squares of factors, and rounds as these do."""
 
-    @property
-    def graphs(self) -> bool:
-        """Whether Lanczos' steps are captured as a CUDA graph: small products that read nothing."""
+    def graphable(self) -> bool:
+        """Return whether Lanczos' steps are launched as a graph: small products that only read.
+
+        Makes what `gram` keeps for its next call.
+        """
         return False
 
     @abstractmethod
@@ -87,13 +89,17 @@ class JacobianOperator(ABC):
         """Return J^T y in any coordinates in which `length` measures it, (batch, ...)."""
         return self.vjp(y)
 
-    def length(self, image: Tensor) -> tuple[Tensor, Tensor]:
+    def sums(self, image: Tensor) -> Tensor:
+        """Return what lengths of an `image` are found from, (batch, 1 or 3), on its device."""
+        return torch.linalg.vector_norm(image.flatten(1), dim=1, keepdim=True)
+
+    def length(self, sums: Tensor) -> tuple[Tensor, Tensor]:
         """Return the lengths of what `image` gives, and how much too long they may be.
 
-        Upper values of the rounding of these sums alone, (batch,) each, float64 on the CPU.
+        From `sums`, float64 on the CPU. Upper values of the rounding of these sums alone, (batch,)
+        each.
         """
-        size = torch.linalg.vector_norm(image.flatten(1), dim=1).to("cpu", torch.float64)
-        count, known = image[0].numel(), torch.finfo(image.dtype)
+        size, count, known = sums[:, 0], math.prod(self.in_shape), torch.finfo(self.dtype)
         underflow = (count * known.tiny) ** 0.5  # of squares
         return size, (count + 8) * known.eps / 2 * size + underflow
 

@@ -80,7 +80,7 @@ def test_what_the_search_does_not_see_at_all_is_found() -> None:
     # a bound that says: much is added up here
     roundoff = Roundoff(zero, zero, torch.tensor([2.0, 1e7], dtype=torch.float64))
     wide, narrow = Diagonal(full, torch.float64), Diagonal(seen, torch.float32)
-    norm = estimate(Problem(wide, roundoff, narrow, tol=1e-4, max_steps=500, seeds=[0, 1]))
+    norm = estimate(Problem(wide, lambda: roundoff, narrow, tol=1e-4, max_steps=500, seeds=[0, 1]))
     close(norm.lower, torch.tensor([2.0, 3.0], dtype=torch.float64), 2e-4)
     assert norm.converged.all()
 

@@ -51,10 +51,9 @@ class InParts(TensorOperator):
         together = math.ceil(self.batch / math.ceil(self.batch / together))  # of nearly one size
         return [self.select(slice(i, i + together)) for i in range(0, self.batch, together)]
 
-    @property
-    def graphs(self) -> bool:
+    def graphable(self) -> bool:
         entries = self.batch * self.out_shape[0] ** 2
-        return self.device.type == "cuda" and entries <= LAUNCHED
+        return self.device.type == "cuda" and entries <= LAUNCHED and not self._parts
 
     def gram(self, y: Tensor) -> Tensor:
         if not self._parts:
