@@ -18,7 +18,8 @@ from support.variants import LINEAR, MASKS, layer
 import lipbound as lb
 from lipbound.jacobians.rounding import tensor_error
 from lipbound.jacobians.token_norms import token_norm as module
-from lipbound.jacobians.token_norms.token_norm import BLOCK_NORMS, token_norm, token_profile
+from lipbound.jacobians.token_norms.token_norm import BLOCK_NORMS as NORMS
+from lipbound.jacobians.token_norms.token_norm import token_norm, token_profile
 
 MAPS = ("head", "head_out", "heads", "layer")
 ROUNDING = 1e-11
@@ -44,7 +45,7 @@ def each(att, map):
 
 def check(att, map, heads=None, *, starts=8, samples=2):
     """All norms of a layer against the oracles."""
-    found = {name: token_norm(att, name, map=map) for name in BLOCK_NORMS}
+    found = {name: token_norm(att, name, map=map) for name in NORMS}
     error = tensor_error(att)
     for at, blocks in each(att, map):
         if at[0] >= samples:
@@ -135,7 +136,7 @@ FAMILIES = [one for one in hard_heads.FAMILIES if one not in OTHERS]
 def test_hard_heads_to_eighty_digits(family, dtype):
     """Nothing is allowed for rounding but that of the comparison."""
     att = judge.case(family, dtype, 7).select(slice(0, 2))
-    found = {name: token_norm(att, name, vectors=True) for name in BLOCK_NORMS}
+    found = {name: token_norm(att, name, vectors=True) for name in NORMS}
     for at in places(att):
         exact, _ = mp_oracle.resolved(att, *at)
         ends = {name: (n.lower[at].item(), n.upper[at].item()) for name, n in found.items()}
@@ -179,7 +180,7 @@ def test_norms_compare_as_they_must(att):
     """Each with each, and with the largest of a profile: the lower end of what is smaller is not
     above the upper end of what is larger."""
     att = att.select(heads=slice(0, part(HEADS, 3)))
-    e, a, w, r = (token_norm(att, name) for name in BLOCK_NORMS)
+    e, a, w, r = (token_norm(att, name) for name in NORMS)
     profile = token_profile(att)
     for norm, lower, upper in (
         (a, profile.lower, profile.upper),
@@ -196,7 +197,7 @@ def test_norms_compare_as_they_must(att):
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("map", MAPS)
-@pytest.mark.parametrize("name", BLOCK_NORMS)
+@pytest.mark.parametrize("name", NORMS)
 def test_vectors_attain_what_they_are_said_to(name, map):
     att = layer(3, frozenset({"rotation"}), mask="padded")
     norm = token_norm(att, name, map=map, vectors=True)
@@ -236,7 +237,7 @@ def test_profiles_of_dense_jacobians(has, map):
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("name", BLOCK_NORMS)
+@pytest.mark.parametrize("name", NORMS)
 @pytest.mark.parametrize("map", ["head", "layer"])
 def test_chunks_change_nothing_but_rounding(name, map, monkeypatch):
     att = layer(5, frozenset({"rotation"}), n=6, heads=2, mask="causal")
@@ -262,7 +263,7 @@ def test_the_same_twice_and_in_float32():
 def test_zero_jacobians_have_zero_norms():
     draw = normal()
     att = lb.Attention(draw(1, 4, 5), draw(2, 5, 3), draw(2, 5, 3), 0 * draw(2, 5, 2))
-    for name in BLOCK_NORMS:
+    for name in NORMS:
         norm = token_norm(att, name)
         assert not norm.lower.any()
         assert not norm.upper.any()
