@@ -409,7 +409,8 @@ def projections(model: nn.Module) -> list[ModuleProjections]:
         known = ", ".join("/".join(names) for names in SEPARATE)
         what = f"has no attention modules that say their number of heads ({', '.join(COUNTS)})"
         beside = f"beside projections called {known} or {', '.join(ONE_MAP)}"
-        raise CaptureError(f"{type(model).__name__} {what}, {beside}; rotary positions need JaSMin")
+        instead = "with rotary positions or shared keys take JaSMin"
+        raise CaptureError(f"{type(model).__name__} {what}, {beside}; {instead}")
     return found
 
 
@@ -425,7 +426,8 @@ def _maps(module: nn.Module) -> list[tuple[Tensor, Tensor | None]] | None:
     weight = one.weight.mT if isinstance(one, nn.Linear) else getattr(one, "weight", None)
     if weight is None or weight.shape[1] % 3:
         return None
-    biases = (None, None, None) if one.bias is None else one.bias.chunk(3)
+    bias = getattr(one, "bias", None)
+    biases = (None, None, None) if bias is None else bias.chunk(3)
     return list(zip(weight.chunk(3, 1), biases, strict=True))
 
 
