@@ -319,3 +319,9 @@ def test_what_is_made_for_a_call_is_freed_with_the_layer(dtype: torch.dtype) -> 
         gc.garbage.clear()
         gc.enable()
     assert not left
+
+
+def test_batches_do_not_change_results():
+    att = random_attention("biases")
+    whole = lb.spectral_norm(att, seed=[5, 6])
+    close(lb.spectral_norm(att.select(slice(1, 2)), seed=[6]).lower, whole.lower[1:], 1e-12)

@@ -12,6 +12,7 @@ from support.variants import MASKS, VARIANTS, layer
 
 import lipbound as lb
 from lipbound.attention.variants.qk_norm import QKNorm
+from lipbound.attention.variants.rotary import Rotation
 from lipbound.jacobians.rounding import tensor_error
 from lipbound.jacobians.streaming import StreamedHeadJacobian
 
@@ -117,3 +118,17 @@ def test_layer_norm_is_rms_norm_after_centred_weights():
     mine = att.with_parts(w_q=centred, b_q=bias, norm_q=QKNorm(gain, eps=1e-5))
     y = torch.einsum("snd,hde->shne", att.x, att.w_q) + att.b_q[:, None]
     near(mine.q, torch.nn.functional.layer_norm(y, (4,), gain[0], eps=1e-5), 1e-10)
+
+
+def test_a_neutral_variant_changes_nothing():
+    """A cap and sinks that are far away, or a rotation by nothing, leave plain attention, and
+    little of its bounds."""
+    plain = layer(1, frozenset())
+    far = plain.with_parts(cap=1e8, sinks=torch.full((3,), -1e4).double())
+    still = plain.with_parts(rotation=Rotation.of_angles(torch.zeros(5, 2)))
+    own, *others = (lb.spectral_norm(att, tol=1e-10).lower for att in (plain, far, still))
+    for other in others:
+        close(other, own, 1e-8)
+    ours, block = lb.bounds.get("lipbound"), lb.bounds.get("lipbound_block")
+    close(block(still), block(plain), 0.01)
+    assert bool((ours(still) <= 1.5 * ours(plain)).all())

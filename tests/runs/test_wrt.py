@@ -86,3 +86,15 @@ def test_layers_without_a_closed_form_are_refused_before_anything_is_measured():
     refused(run, "wrt='keys' does not cover layers that are measured")
     norm = lambda: lb.spectral_norm(given[0], wrt="keys")  # noqa: E731
     refused(norm, "a layer without closed form has no norm with wrt=")
+
+
+@GROUPED
+def test_an_error_in_the_models_cache_moves_outputs_by_no_more_than_the_norm(kind):
+    """Moved along the steepest direction, a key of the cache moves a head's output by the norm."""
+    model, ids = build(MODERN[kind]), torch.arange(7)[None]
+    att = lb.capture(model, {"input_ids": ids})[1].double()
+    norm = lb.spectral_norm(att, wrt="keys", tol=1e-10, vectors=True)
+    h, step = 3, 1e-5
+    scores = att.scale * att.q[0, h] @ (att.k[0, h] + step * norm.right[0, h]).mT + att.mask[0, 0]
+    moved = torch.softmax(scores, -1) @ att.v[0, h] - att.out[0, h]
+    assert float(moved.norm()) / step == pytest.approx(float(norm.lower[0, h]), rel=1e-3)
