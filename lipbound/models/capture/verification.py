@@ -274,7 +274,7 @@ def check_rebuilt(call: Call, attention: Attention, weights: ProbedWeights) -> f
     difference = float(head_error(att.ungated, call.out.transpose(1, 2), size, att.valid_rows))
     if not difference <= CAPTURE_TOLERANCE:
         what = "is not softmax(scale q k^T + mask) v, nor a variant of it known here"
-        off = f"rebuilt head outputs differ from the model's own by {difference:.1e}, relatively"
+        off = f"rebuilt head outputs differ from the model's own by {difference:.1e} relative"
         raise CaptureError(f"layer {call.name}: its attention {what}: {off}")
     return max(*errors, difference)
 
@@ -327,7 +327,7 @@ def check_pass(
             floor = call.v.abs().amax((0, -1, -2)).repeat_interleave(groups)
         off = _apart(call, made, found, part, floor)
         if off > CAPTURE_TOLERANCE and not call.boolean:
-            what = f"differs from the model's own eager attention by {off:.1e}, relatively"
+            what = f"differs from the model's own eager attention by {off:.1e} relative"
             raise UnfaithfulPassError(f"layer {call.name}: what is captured {what}")
         if math.isnan(off) and call.way == INTERFACE and not call.reason:
             why = "hands on its heads in no form in which they can be checked"
