@@ -100,18 +100,16 @@ PACKAGES += ("xarray", "zarr", "tokenizers", "datasets")
 
 def versions(names: Iterable[str] = PACKAGES) -> dict[str, str]:
     """Versions of packages, by default of those that numbers can depend on."""
-    found = dict.fromkeys(names, "not installed")
-    for name in found:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = _installed(name)
-    if "torch" in found:
-        found["torch"] = str(torch.__version__)  # with what it was built for
-    return found
+    return {name: _installed(name) for name in names}
 
 
 @cache  # what was imported stays, whatever is installed later
 def _installed(name: str) -> str:
-    return importlib.metadata.version(name)
+    if name == "torch":
+        return str(torch.__version__)  # with what it was built for
+    with suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(name)
+    return "not installed"
 
 
 LIMITS = (("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),)

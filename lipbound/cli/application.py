@@ -35,13 +35,13 @@ SWITCHES = {
 }
 """Options that every command takes, behind its name or before it."""
 state: dict[str, Any] = {}
-"""State of the running command: whether each of `SWITCHES` is on, its options by argument
-(``options``), and a function that says what an interruption leaves (``kept``)."""
+"""State of the running command: whether each of `SWITCHES` is on, and a function that says what an
+interruption leaves (``kept``)."""
 
 
 def start_anew() -> None:
     """Forget what an earlier command has set."""
-    state.update(dict.fromkeys(SWITCHES, False), options={}, kept=lambda: "nothing was written")
+    state.update(dict.fromkeys(SWITCHES, False), kept=lambda: "nothing was written")
 
 
 start_anew()
@@ -134,8 +134,6 @@ def main(received: Sequence[int] = ()) -> None:
         except LipboundError as error:
             unsaved = getattr(error, "dataset", None) is not None  # what was measured is kept
             status = _failed(f"{error}; {state['kept']()}" if unsaved else str(error), error)
-        except typer.Exit as end:
-            status = end.exit_code
         except OSError as error:
             if not error.strerror:  # an error of a network library
                 raise

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     import xarray as xr
 
 
-DEMO = ("builtin:minilm", "builtin:gpt2", "builtin:vit")
-
 TRIMMING = "distributed.nanny.pre-spawn-environ.MALLOC_TRIM_THRESHOLD_"
 """Setting of dask for what its workers' allocators do with freed memory.
 
@@ -226,7 +224,7 @@ def demo_command(*, out: Path = Path("lipbound-demo"), samples: int = 8) -> None
     check_target(out)
     state["kept"] = lambda: f"runs that were finished are kept in {out}"
     told: list[str] = []
-    for model in DEMO:
+    for model in ("builtin:minilm", "builtin:gpt2", "builtin:vit"):
         name = model.removeprefix("builtin:")
         config = RunConfig(model, samples=samples, out=out / f"{name}.zarr")
         ds = measured(config)

@@ -50,8 +50,6 @@ Limits = tuple[float, float] | None
 Bounds = Iterable[str] | None
 How = statistics.Reduction | None
 COLORMAP = "cividis"
-NEAR_COLORMAP = "viridis"
-"""Colours of rows with a scale of their own, so that nobody reads them off the other one."""
 DIVERGING = "RdBu_r"
 """Colours of ratios of two runs: blue below one, red above."""
 _NEAR = 1.0
@@ -64,9 +62,6 @@ LINE = 1.35
 """Height of a line of type over its size."""
 NARROW, FLAT = 6.0, 2.0
 """Least width and height of a panel, in lines of type."""
-_WIDE = 36.0
-"""Width of a figure, in lines of type, from which on colour bars stand on the right of their panels
-rather than below them."""
 
 
 # -- colour scales ---------------------------------------------------------------------------------
@@ -163,7 +158,8 @@ def scales(ds: xr.Dataset, grids: Grids, how: str, limits: Limits = None) -> lis
     # that all others need.
     measured = [name for name in far if name in bounds_there(ds)] or far
     rest = replace(scale_of(measured, grids, words), names=tuple(far))
-    return [replace(scale_of(close, grids, words), colors=NEAR_COLORMAP), rest, *own]
+    # other colours, so that nobody reads them off the other bar
+    return [replace(scale_of(close, grids, words), colors="viridis"), rest, *own]
 
 
 def _near(ds: xr.Dataset, grids: Grids, name: str) -> bool:
@@ -271,9 +267,9 @@ def arrange(
     limit = styles.paper_height(inches, captioned=bool(caption))
     for size in (points * share for share in ((1.0, 0.9, 0.8, 0.7) if shrink else (1.0,))):
         line = size / 72 * LINE
-        # strips are too low for a bar beside them
+        # on narrow figures, and on strips, which are too low, colour bars stand below
         strips = layers <= 2 or layers < 0.2 * cells
-        beside = own_bars or (inches / line >= _WIDE and not strips)
+        beside = own_bars or (inches / line >= 36 and not strips)
         around, right = (3.8, 0.0) if own_bars else (0.9, 4.4 * beside)
         words = textwrap.fill(caption, int(inches * 72 / size * 1.95))
         room = inches - (3.2 + right) * line

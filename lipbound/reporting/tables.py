@@ -6,8 +6,6 @@ whole. For LaTeX, tables are as wide as a column or a page, with numbers by siun
 in mathematics, foreign text as text.
 """
 
-from __future__ import annotations
-
 import io
 import re
 import textwrap
@@ -64,24 +62,16 @@ class Table:
     Attributes:
         numbers: in full precision; the index says the bound, the layer, or the layer and the head.
         shown: the same as text, to the digits that are known.
-        words: titles of columns of ``shown`` that hold words, which stand to the left.
         head: what the cells are.
         caption: what run this is.
         notes: lines below the table.
-        keys: titles of the columns that say what a row is; they are repeated where columns go on
-            below.
-        spare: titles of columns that may be left out, the first one first. Without any, columns
-            that do not fit go on below.
     """
 
     numbers: pd.DataFrame
     shown: pd.DataFrame
-    words: tuple[str, ...]
     head: str
     caption: str
     notes: list[str]
-    keys: tuple[str, ...]
-    spare: tuple[str, ...] = ()
 
     def data(self) -> dict[str, Any]:
         """Numbers in full precision as plain data.
@@ -97,7 +87,7 @@ class Table:
     def _repr_html_(self) -> str:
         titles, cells = list(self.shown.columns), self.shown.values.tolist()
         notes = [self.head, *self.notes]
-        return html_table(titles, cells, title=self.caption, notes=notes, words=self.words)
+        return html_table(titles, cells, title=self.caption, notes=notes, words=WORDS)
 
 
 def fit(
@@ -105,8 +95,11 @@ def fit(
 ) -> tuple[list[dict[str, float]], list[str]]:
     """Choose the columns of a table that have room in a line.
 
+    Of a table by bound, `SPARE_COLUMNS` may be left out; of one by place, columns that do not fit
+    go on below, where those that say what a row is are repeated.
+
     Args:
-        table: says which columns are keys, and which are spare.
+        table: any.
         widths: of its columns, by their titles.
         room: for a line.
         gap: between two columns.
@@ -117,17 +110,18 @@ def fit(
         the columns that have no place.
     """
     first, kept, left_out = next(iter(widths)), list(widths), list[str]()
-    least = min(widths[first], narrow) if first in table.words else widths[first]
+    least = min(widths[first], narrow) if first in WORDS else widths[first]
+    keys = [str(title) for title in table.numbers.index.names]
+    spare = () if "layer" in keys else SPARE_COLUMNS
 
     def over(titles: Sequence[str]) -> float:
         return least + sum(gap + widths[title] for title in titles[1:]) - room
 
-    for title in table.spare:
+    for title in spare:
         if title in kept and over(kept) > 0:
             kept.remove(title)
             left_out.append(title)
-    keys = [title for title in kept if title in table.keys]
-    blocks = [kept] if table.spare or keys == kept else list[list[str]]()
+    blocks = [kept] if spare or keys == kept else list[list[str]]()
     for title in () if blocks else kept[len(keys) :]:
         if not blocks or (len(blocks[-1]) > len(keys) and over([*blocks[-1], title]) > 0):
             blocks.append(list(keys))
@@ -178,7 +172,7 @@ def _block(table: Table, widths: Mapping[str, float]) -> list[str]:
     grid = Grid(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for title, wide in widths.items():
         said = Text("\n".join(heading(title, wide)))
-        side: Any = "left" if title in table.words else "right"
+        side: Any = "left" if title in WORDS else "right"
         grid.add_column(said, justify=side, width=int(wide), overflow="fold")
     rule = ["-" * int(wide) for wide in widths.values()]
     for row in (rule, *table.shown[list(widths)].itertuples(index=False)):
@@ -190,7 +184,7 @@ def _block(table: Table, widths: Mapping[str, float]) -> list[str]:
 
 def markdown_table(table: Table) -> str:
     """Write a table as Markdown, with its caption above and a line for every note below."""
-    rule = ["---" if title in table.words else "--:" for title in table.shown]
+    rule = ["---" if title in WORDS else "--:" for title in table.shown]
     cells = map(formatting.escape_markdown, [*table.shown, *rule, *table.shown.values.ravel()])
     rows = [f"| {' | '.join(row)} |" for row in zip(*[cells] * len(rule), strict=True)]
     above = [f"{_markdown_note(part)}\n" for part in (table.caption, table.head) if part]
@@ -348,7 +342,7 @@ def _tabular(table: Table, widths: Mapping[str, float], natural: Mapping[str, fl
     """Tabular of some columns and rows of a table; columns of words fold to their fitted width."""
     shown, kinds, headings = table.shown[list(widths)].copy(), [], []
     for title, width in widths.items():
-        words = title in table.words
+        words = title in WORDS
         lines, kind = list(map(typeset, title_lines(table, title))), "rl"[words]
         stacked = "\\\\".join(lines)
         headings.append(stacked if len(lines) == 1 else f"\\shortstack[{kind}]{{{stacked}}}")
@@ -385,7 +379,7 @@ FORMATS, FITTED = tuple(WRITERS), ("text", "latex")
 """Formats by name, and those of them that are written in a width."""
 MEAN, NO_SPREAD = "geom. mean", "one sample: no interval over samples"
 HOLDS, BELOW = "assumptions hold", "below exact"
-COLUMNS_OF_WORDS = ("bound", "norm", "name", HOLDS)
+WORDS = ("bound", "norm", "name", HOLDS)
 """Columns of words."""
 SPARE_COLUMNS = ("max", "min", RANGE, LIKELY, "name", HOLDS, BELOW)
 """Columns of a table by bound that are left out where there is no room, the first one first; of the
@@ -513,9 +507,7 @@ def _table(
     else:
         spread.insert(0, f"{LIKELY}: Student's t over {samples} samples, on logarithms")
     shown = shown.map(plain).rename(columns=plain)
-    keys = tuple(numbers.index.names)
-    spare = () if "layer" in keys else SPARE_COLUMNS
-    return Table(numbers, shown, COLUMNS_OF_WORDS, head, said, [*spread, *notes], keys, spare)
+    return Table(numbers, shown, head, said, [*spread, *notes])
 
 
 def _by_bound(ds: xr.Dataset, chosen: Names) -> Table:
@@ -652,8 +644,6 @@ EXTRA_SOURCES = {
 }"""
 }
 """BibTeX entries of what no bound, but an extra, comes from, by key."""
-PARAGRAPH = Path(__file__).with_name("methods.txt")
-"""Template of `methods`."""
 
 
 def citation_keys(ds: xr.Dataset) -> list[str]:
@@ -664,14 +654,11 @@ def citation_keys(ds: xr.Dataset) -> list[str]:
     return list(dict.fromkeys([*known, CITATION]))
 
 
-def _entries() -> dict[str, str]:
-    return bibliography() | EXTRA_SOURCES
-
-
 @takes_run
 def bibtex(ds: xr.Dataset) -> str:
     """BibTeX entries of every source of a run's bounds and condition numbers, and of lipbound."""
-    return "\n\n".join(_entries()[key] for key in citation_keys(ds)) + "\n"
+    entries = bibliography() | EXTRA_SOURCES
+    return "\n\n".join(entries[key] for key in citation_keys(ds)) + "\n"
 
 
 @takes_run
@@ -718,7 +705,8 @@ def methods(
     choice("format", format, PARAGRAPH_FORMATS)
     ds = texts.relabelled(ds, labels)
     environment = jinja2.Environment(trim_blocks=True, undefined=jinja2.StrictUndefined)
-    rendered = environment.from_string(PARAGRAPH.read_text(encoding="utf-8")).render(_facts(ds))
+    template = Path(__file__).with_name("methods.txt").read_text(encoding="utf-8")
+    rendered = environment.from_string(template).render(_facts(ds))
     text = plain(" ".join(filter(None, map(str.strip, rendered.splitlines()))))
     if format == "text":
         return text
@@ -788,7 +776,7 @@ def _environment(run: Mapping[str, Any]) -> str:
 
 def _cited(key: str) -> str:
     """A source in running text: its first author and year."""
-    entry = _entries()[key]
+    entry = (bibliography() | EXTRA_SOURCES)[key]
     author = re.search(r"author\s*=\s*\{+([^,}]+)(.*)", entry)
     year = re.search(r"year\s*=\s*\{?(\d{4})", entry)
     first = author[1].strip() + " et al." * (author[2].count(" and ") > 1) if author else key

@@ -181,7 +181,6 @@ def run(config: RunConfig) -> xr.Dataset:
     target = config.target
     finished = target if config.resume and target is not None and target.exists() else None
     if target is not None and finished is None:
-        store.check_target(target)
         store.check_free(target, resume=config.resume)
     parts = 1 if client is None else 4 * max(1, len(client.ncores()))  # keeps all workers busy
     where = device if client is None else str(config.device)  # "auto" may be several on workers

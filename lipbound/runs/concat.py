@@ -15,9 +15,6 @@ from lipbound.errors import StoreError
 from lipbound.runs.checksums import check_whole, sealed
 from lipbound.runs.store import run_of, unlike
 
-Key = tuple[str, int]
-"""Identity of a sample: the fingerprint of its data, and its number there."""
-
 
 def concat(runs: Iterable[object]) -> xr.Dataset:
     """Put runs of one model together: other samples, other layers, or both.
@@ -97,19 +94,18 @@ def _heads(ds: xr.Dataset) -> list[int]:
     return [int(head) for head in ds["head"].values] if "head" in ds.dims else []
 
 
-def _keys(part: xr.Dataset) -> list[Key]:
-    """Identities of the samples of a run."""
+def _keys(part: xr.Dataset) -> list[tuple[str, int]]:
+    """Identities of the samples of a run: the fingerprint of the data, and the number there."""
     return [(str(part.attrs["data_fingerprint"]), int(sample)) for sample in part["sample"].values]
 
 
-def _table(parts: list[xr.Dataset]) -> list[Key]:
+def _table(parts: list[xr.Dataset]) -> list[tuple[str, int]]:
     """Samples of the table that the runs must fill, those with exact norms first.
 
     Raises:
         StoreError: they do not fill it once.
     """
-    runs: Counter[tuple[Key, int]] = Counter()
-    exact: dict[Key, bool] = {}
+    runs, exact = Counter[Any](), dict[tuple[str, int], bool]()
     for part in parts:
         for key, known in zip(_keys(part), schema.with_exact(part).values.tolist(), strict=True):
             if exact.setdefault(key, known) != known:
@@ -124,7 +120,7 @@ def _table(parts: list[xr.Dataset]) -> list[Key]:
     return sorted(exact, key=lambda key: not exact[key])
 
 
-def _filled(parts: list[xr.Dataset], samples: list[Key], origins: list[str]) -> xr.Dataset:
+def _filled(parts: list[xr.Dataset], samples: list[Any], origins: list[str]) -> xr.Dataset:
     """Fill the table with every variable, and with where each place is from."""
     row, placed, first = {key: i for i, key in enumerate(samples)}, [], parts[0]
     for part in parts:

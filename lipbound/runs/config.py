@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from lipbound import errors
 from lipbound.errors import LipboundError, P, StoreError, T, real, shown, whole
@@ -36,7 +36,6 @@ LEAST_MEMORY = 1e6
 """Bytes that no unit need be written behind."""
 IN_PYTHON = ("inputs", "client", "progress")
 """Options that are objects of Python, or that the command line has in a way of its own."""
-C = TypeVar("C")
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 
@@ -137,8 +136,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         if self.inputs is not None and self.data is not None:
-            what = "data and inputs are both given; inputs are ready data"
-            raise LipboundError(f"{what}, so give one")
+            raise LipboundError("data and inputs are both given; inputs are data: give one")
         data = self.data if self.inputs is None else self.inputs
         for name, value in (self._checked() | {"data": data, "inputs": None}).items():
             object.__setattr__(self, name, value)
@@ -342,10 +340,10 @@ class RunConfig:
         return samples if self.exact_samples is None else min(self.exact_samples, samples)
 
 
-def from_options(make: Callable[P, C]) -> Callable[[Callable[[C], T]], Callable[P, T]]:
+def from_options(make: Callable[P, Any]) -> Callable[[Callable[[Any], T]], Callable[P, T]]:
     """Let a function of one object take the arguments of which that is made."""
 
-    def decorate(function: Callable[[C], T]) -> Callable[P, T]:
+    def decorate(function: Callable[[Any], T]) -> Callable[P, T]:
         returned = inspect.signature(function).return_annotation
         signature = inspect.signature(make).replace(return_annotation=returned)
 

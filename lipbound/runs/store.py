@@ -36,14 +36,11 @@ START, LAYER, LENGTHS, ERROR = ".start", ".layer", ".lengths", ".capture_error"
 MARK = 32
 """Bytes of the mark that a file begins with."""
 NETCDF, JSON = ".nc", "json:"
-DAMAGED = ("warn", "refuse", "accept")
 PLACED: dict[str, tuple[str, ...]] = dict.fromkeys(schema.LAYER_WORDS, ("layer",))
 PLACED |= dict.fromkeys(("length", schema.RUN_SAMPLE), ("sample",)) | {schema.RUN: schema.AXES[:2]}
 """Axes of coordinates that have not all of them."""
 _SHARED = ("sample", "layer", "head", "length")
-"""Coordinates that both runs have alike."""
-LAYOUT = ("layer", "head", "kind", "stream", "length")
-"""Coordinates of layers, heads and samples that both runs have alike."""
+"""Coordinates that both runs have alike, and under one name."""
 GIVEN = "GivenLayers"
 """Architecture of runs on layers, whose inputs have no fingerprint."""
 RATIOS = {
@@ -170,7 +167,7 @@ def load(path: str | Path, *, damaged: str = "warn") -> xr.Dataset:
     if not isinstance(path, str | PathLike):
         raise StoreError(f"path is {shown(path)}; give the path of a stored run")
     path = Path(path).expanduser()
-    errors.choice("damaged", damaged, DAMAGED)
+    errors.choice("damaged", damaged, ("warn", "refuse", "accept"))
     _check_there(path)
     ds = read(path)
     of_two = schema.is_diff(ds)
@@ -463,7 +460,7 @@ def check_alike(a: xr.Dataset, b: xr.Dataset) -> list[str]:
         check_whole(run, f"{side} ({run.attrs['model']})")
     refuse_inputs(_inputs(a) == _inputs(b), a.attrs["data"], b.attrs["data"])
     refuse_unlike(*({name: run.attrs[name] for name in schema.ALIKE} for run in (a, b)))
-    names = [name for name in LAYOUT if name in {*a.coords, *b.coords}]
+    names = [k for k in (*_SHARED[1:], "kind", "stream") if k in {*a.coords, *b.coords}]
     layouts = [{n: run[n].values.tolist() for n in names if n in run.coords} for run in (a, b)]
     refuse_unlike(*layouts)
     of_a, of_b = ({name: run.attrs.get(name) for name in schema.TOLD} for run in (a, b))
@@ -561,8 +558,10 @@ def check_free(path: Path, *, resume: bool) -> None:
     """Check that a run can be begun, or taken up where ``resume`` is asked for.
 
     Raises:
-        StoreError: another process fills it, or it is there in part.
+        StoreError: it is there, whole or in part, another process fills it, or it cannot be
+            written.
     """
+    check_target(path)
     if partial_path(path).exists():
         hold(path, partial_path(path) / LOCK).release()
         if not resume:

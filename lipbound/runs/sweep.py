@@ -24,8 +24,6 @@ _AXES = ("model", "data", "max_length")
 _OWN = (*_AXES, *IN_PYTHON, "out", "resume")
 OPTIONS = tuple(field.name for field in fields(RunConfig) if field.name not in _OWN)
 """Other keys of a sweep file; a sweep itself decides where runs are saved, and resumes them."""
-USUAL = {key: getattr(RunConfig, key) for key in (*_AXES, *OPTIONS) if key != "model"}
-"""Defaults of all keys that have one."""
 LISTS = ("layers", "bounds", "extras")
 """Options whose single values may be lists; a list of lists are several of them."""
 _NUMBERS = ("samples", "layers", "norms", "not_closed", "exact_geomean", "exact_min", "exact_max")
@@ -64,7 +62,7 @@ def planned_runs(path: str | Path) -> dict[str, dict[str, Any]]:
             raise LipboundError(f"{path} has an unknown key {unknown[0]!r}; {near}")
         if not merged.get("model"):
             raise LipboundError(f"{path} has no model for {pair or 'its runs'}; give one at least")
-        merged |= {key: value for key, value in USUAL.items() if key not in merged}
+        merged = {k: getattr(RunConfig, k) for k in (*_AXES, *OPTIONS) if k not in merged} | merged
         if empty := [key for key, value in merged.items() if not _values(key, value)]:
             raise LipboundError(f"{path} has an empty list of {empty[0]}; give a value at least")
         several = itertools.product(*(_values(key, value) for key, value in merged.items()))

@@ -44,8 +44,6 @@ from lipbound.runs.verify import Replay, replay
 from lipbound.schema import Contents, bounds_there, compared_with, norm_of
 
 HERE = Path(__file__).parent
-_NEEDED = ("latex2mathml", "plotly")
-"""Packages that only the page needs: the extra ``report``."""
 SINGLE = 16
 """Samples whose numbers go into the page one by one; more only take part in what is aggregated."""
 BINS = 40
@@ -177,7 +175,8 @@ def report(
 
 
 def _check_needed() -> None:
-    if missing := [name for name in _NEEDED if find_spec(name) is None]:
+    """Refuse to begin without the packages of the extra ``report``."""
+    if missing := [name for name in ("latex2mathml", "plotly") if find_spec(name) is None]:
         them = " and ".join(missing)
         raise LipboundError(f"a report needs {them}; pip install 'lipbound[report]'")
 
