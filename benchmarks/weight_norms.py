@@ -40,8 +40,8 @@ def beside_a_step() -> None:
 
     def weights() -> None:
         with torch.no_grad():
-            for _, (w_q, w_k, w_v, w_o), scale in head_weights(model):
-                of_weights(w_q, w_k, w_v, w_o, scale)
+            for _, projections, scale in head_weights(model):
+                of_weights(projections, scale)
 
     layers = lb.capture(model.transformer.eval(), {"input_ids": batch[:, :64]})
     whole = seconds(step)

@@ -308,10 +308,10 @@ def automatic(ds: xr.Dataset) -> xr.DataArray:
     return ds["measured"].reset_coords(drop=True) == AUTOMATIC
 
 
-def with_exact(ds: xr.Dataset) -> xr.Variable:
-    """Samples that have an exact norm, bool (samples,)."""
+def with_exact(ds: xr.Dataset, axis: str = "sample") -> xr.Variable:
+    """Samples, or steps of training, that have an exact norm, bool (samples,)."""
     exact = ds.variables["exact"]
-    return exact.notnull().any([dim for dim in exact.dims if dim != "sample"])
+    return exact.notnull().any([dim for dim in exact.dims if dim != axis])
 
 
 def closed(ds: xr.Dataset) -> xr.Variable:

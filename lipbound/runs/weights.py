@@ -62,8 +62,7 @@ def weight_norms(model: AnyModel, *, out: str | Path | None = None) -> xr.Datase
     for name, projections, scale in head_weights(checkpoint.model):
         if not all(bool(t.isfinite().all()) for t in projections):
             raise CheckpointError(f"weights of {name} in {checkpoint.name} are NaN or infinite")
-        w_q, w_k, w_v, w_o = projections
-        of_heads = of_weights(w_q, w_k, w_v, w_o, scale)
+        w_q, of_heads = projections[0], of_weights(projections, scale)
         values = {name: value[None].cpu().numpy() for name, value in of_heads.items()}
         values["exact"] = np.full((1, len(w_q)), np.nan)
         values["exact_converged"] = np.zeros((1, len(w_q)), dtype=bool)
