@@ -45,7 +45,9 @@ CONDITIONING = ("kappa_softmax", "chi_score", "kappa_val", "rho_ln")
 """Condition numbers of attention in low precision: `lipbound.attention.conditioning`."""
 OF_WEIGHTS = ("wqk_norm", "wqk_stable_rank", "wov_norm", "wov_stable_rank")
 """Extras of the weights of heads alone, whatever the inputs."""
-OF_HEADS = (*OF_WEIGHTS, "row_norm", "largest_logit", "qk_clip")
+BATCH_LOGIT = "batch_logit"
+"""Extra of the batches of a training, of `lipbound.Monitor` alone."""
+OF_HEADS = (*OF_WEIGHTS, "row_norm", "largest_logit", "qk_clip", BATCH_LOGIT)
 """Extras of heads themselves, whatever map and norm are measured."""
 EXTRAS = {"frobenius": "jacobian_frobenius", "condition": "jacobian_condition"}
 EXTRAS |= {name: name for name in (*CONDITIONING, *OF_HEADS)}

@@ -60,6 +60,7 @@ LABELS = {
     "wqk_stable_rank": ("Stable rank of W_Q W_K^T", "stable rank of W_Q W_K^T"),
     "wov_norm": ("Norm of W_V W_O", "norm of W_V W_O"),
     "wov_stable_rank": ("Stable rank of W_V W_O", "stable rank of W_V W_O"),
+    "batch_logit": ("Largest logit of the batch", "largest score in the batch of the training"),
     "row_norm": ("Largest row norm", "largest norm of a row's softmax Jacobian"),
     "qk_clip": ("QK-clip factor", "QK-clip factor min(1, {tau:g} / largest logit)"),
 }
@@ -71,7 +72,7 @@ SOURCES = {
     "wov_stable_rank": "Rudelson and Vershynin 2007",
     "row_norm": "the factor of Theorem 3 of Yudin et al. 2025",
     "largest_logit": "Dehghani et al. 2023",
-    "qk_clip": "Kimi Team 2025, section 2.1",
+    **dict.fromkeys(("qk_clip", "batch_logit"), "Kimi Team 2025, section 2.1"),
     **dict.fromkeys(CONDITIONING, "Baek 2026"),
 }
 """Where extras of heads come from."""
@@ -229,6 +230,8 @@ def one_of(data: Any, inputs: Any) -> Any:
 @in_own_modes
 def run(config: RunConfig, *, client: Any = None, progress: bool = True) -> xr.Dataset:
     """Compute a run: open, plan, execute, assemble, save."""
+    if schema.BATCH_LOGIT in (config.extras or ()):
+        raise LipboundError("the extra 'batch_logit' is of a training, and lb.Monitor alone has it")
     if client is not None:
         measure.check_client(client, config)
     device = devices.resolve_device(config.device)

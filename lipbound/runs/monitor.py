@@ -22,6 +22,7 @@ from lipbound import errors, schema
 from lipbound.devices import in_own_modes
 from lipbound.errors import LipboundError, StoreError, shown, tell, whole
 from lipbound.formatting import counted
+from lipbound.models.batch_logits import BatchLogits
 from lipbound.models.head_weights import head_weights
 from lipbound.models.in_memory import bare_module, in_dtype, in_training
 from lipbound.models.inputs import prepare
@@ -65,14 +66,17 @@ class Monitor:
         every: steps between two measurements; 100 by default.
         steps: the steps to measure at, in place of ``every``.
         extras_every: steps between two looks at the extras that need no pass of the probe: those of
-            weights, of one of `lipbound.models.head_weights.FAMILIES`. Steps of extras alone have
-            no norms, and are written to ``out`` with the next that has.
+            weights, of one of `lipbound.models.head_weights.FAMILIES`, and ``batch_logit``. Steps
+            of extras alone have no norms, and are written to ``out`` with the next that has.
             None, the default, for steps with norms alone.
         out: where to keep the run, a Zarr store that can be read at any moment, also after the
             training was killed. Of several monitors of one store, the one made last writes it.
         resume: append to the run of ``out``, if it exists. Steps that come again are replaced.
         bounds: also evaluate these, as in `lipbound.compare`; none by default.
-        extras, tau: as in `lipbound.compare`; the largest logit is always there.
+        extras, tau: as in `lipbound.compare`; the largest logit is always there. ``batch_logit`` is
+            that of all samples of the batches that the model was given in training mode since
+            ``step`` was called last, seen by hooks as its own passes compute them, in its dtype
+            (`lipbound.models.batch_logits`).
         map, norm, layers, tol, seed: as in `lipbound.compare`.
         delta: failure probability of all upper ends ``exact_upper`` of one step; None or 0, the
             default, for lower ends alone.
@@ -145,12 +149,15 @@ class Monitor:
         self._config = config = RunConfig(**{name: given[name] for name in of_run})
         self._logs, self._per_head = [] if log is None else [log], errors.flag("per_head", per_head)
         self._open(tokenizer)
-        self._light = [name for name in config.extras or () if name in schema.OF_WEIGHTS]
+        known = (*schema.OF_WEIGHTS, schema.BATCH_LOGIT)
+        self._light = [name for name in config.extras or () if name in known]
+        self._logits, self._batch = None, dict[int, torch.Tensor]()
+        if schema.BATCH_LOGIT in self._light and not _other_process():
+            self._logits = BatchLogits(layer() for layer in self._modules)
+            weakref.finalize(self, self._logits.hooks.close)
         if self._often is not None:
             if not self._light:
-                raise LipboundError(
-                    f"extras_every needs extras among {', '.join(schema.OF_WEIGHTS)}"
-                )
+                raise LipboundError(f"extras_every needs extras among {', '.join(known)}")
             self._looked(0)  # weights are found by their names
         self._above, self._thresholds = set[str](), dict[str, float]()
         limits: Any = threshold if isinstance(threshold, Mapping) else {"exact": threshold}
@@ -284,6 +291,11 @@ class Monitor:
             measured.
         """
         step = whole("step", step, least=0)
+        if self._logits is not None:
+            self._batch, self._logits.found = self._logits.found, {}
+            if self._logits.is_watching and not self._batch:
+                tell(f"no pass in training mode was seen before step {step}: batch_logit is NaN")
+            self._logits.is_watching = any(self._due(step + 1))
         norms, often = self._due(step)
         if not (norms or often) or _other_process():
             return None
@@ -319,18 +331,26 @@ class Monitor:
             CaptureError: weights are not found by their names.
         """
         found = {name: np.full(self._plan.shape, np.nan) for name in self._light}
-        places = {one.layer_name: i for i, one in enumerate(self._plan.layers)}
-        for layer, projections, scale in head_weights(self._model):
+        asked = [name for name in self._light if name in schema.OF_WEIGHTS]
+        places = {one.layer_name: i for i, one in enumerate(self._plan.layers) if asked}
+        for layer, projections, scale in head_weights(self._model) if asked else ():
             if (i := places.pop(layer, None)) is not None:
-                for name, value in of_weights(projections, scale, self._light).items():
+                for name, value in of_weights(projections, scale, asked).items():
                     found[name][:, i, : len(value)] = value.cpu()
         if places:
             raise errors.CaptureError(
                 f"weights of {next(iter(places))} are not found by their names"
             )
+        self._fill(found)
         data, numbers = {n: (AXES, t) for n, t in found.items()}, map(np.arange, self._plan.shape)
         coords = dict(zip(AXES, numbers, strict=True)) | {STEP: step}
         return xr.Dataset(data, coords | {"layer": [one.index for one in self._plan.layers]})
+
+    def _fill(self, tables: dict[str, np.ndarray]) -> None:
+        """Put the logits of batches into a table (samples, layers, heads) of NaN."""
+        for i, layer in enumerate(self._modules):
+            if (value := self._batch.get(id(layer()))) is not None:
+                tables[schema.BATCH_LOGIT][:, i, : len(value)] = value.cpu()
 
     @in_own_modes
     @torch.no_grad()
@@ -356,6 +376,7 @@ class Monitor:
         if modules != self._modules or capturer.count != planned.model_layers:
             raise errors.CaptureError("attention layers came, went or moved; make a new Monitor")
         tables, lengths, error = compare.filled(planned, results)
+        self._fill(tables)
         info = compare.run_info(self._config, sources, planned, int(lengths.max()), error)
         if (first := self._info) is not None:
             notes = list(dict.fromkeys([*first.notes, *info.notes]))
@@ -510,7 +531,7 @@ def logged_numbers(
                 continue
             how = "mean" if name in MEANS else "min" if name == "qk_clip" else "max"
             found[f"{place}/{name}_{how}"] = getattr(known, how)()
-            if name not in (*STATISTICS, "qk_clip") and (known > 0).all():
+            if name not in (*STATISTICS, "qk_clip", "batch_logit") and (known > 0).all():
                 found[f"{place}/{name}_geomean"] = np.exp(np.log(known).mean())
             for head, one in enumerate(values.T if per_head and values.ndim > 1 else ()):
                 found[f"{place}/head_{head}/{name}"] = getattr(one, how)()

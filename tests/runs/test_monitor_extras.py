@@ -1,5 +1,7 @@
-"""Extras between the norms of a monitor."""
+"""Extras between the norms of a monitor, and logits of the batches that a model is trained on."""
 
+import copy
+import gc
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,17 +11,19 @@ import pytest
 import torch
 from support import trainers
 from support.commands import refused
-from support.models import GPT2
+from support.models import AFFINE, GPT2, MODERN, build, inputs_for
 from support.trainers import NO_DROPOUT
 from torch import Tensor
 
 import lipbound as lb
 from lipbound.errors import Notice
+from lipbound.models.batch_logits import largest_logits
 from lipbound.reporting.labels import run_caption, step_words
 from lipbound.runs.checksums import edited
 from lipbound.schema import OF_WEIGHTS
 
 IDS = torch.randint(3, 60, (2, 9), generator=torch.Generator().manual_seed(0))
+NAMES = [*OF_WEIGHTS, "batch_logit"]
 
 
 def update(model: Any, ids: Tensor = IDS, rate: float = 0.5) -> None:
@@ -123,8 +127,118 @@ def test_steps_that_come_again_are_replaced_and_alarms_are_told(tmp_path: Path) 
     assert float(ds["wqk_norm"].sel(step=4).max()) > 1e3 > float(ds["wqk_norm"].sel(step=2).max())
 
 
+@pytest.mark.parametrize("tokens", [1, 63, 64, 130])
+@pytest.mark.parametrize("kind", ["none", "causal", "bool", "added", "window"])
+def test_largest_logits_are_those_of_allowed_pairs(tokens: int, kind: str) -> None:
+    draw = torch.Generator().manual_seed(tokens)
+    q = torch.randn(2, 4, tokens, 8, generator=draw)
+    k = torch.randn(2, 2, tokens, 8, generator=draw)
+    real = torch.ones(2, tokens, dtype=torch.bool)
+    real[1, : tokens // 3] = False  # padding at the left
+    allowed = torch.ones(2, 1, tokens, tokens, dtype=torch.bool)
+    if kind in ("causal", "window"):
+        allowed &= torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    if kind == "window":
+        allowed &= torch.ones(tokens, tokens, dtype=torch.bool).triu(-5)
+    if kind in ("bool", "added", "window"):
+        allowed &= real[:, None, None]
+    mask: Any = None if kind in ("none", "causal") else allowed
+    if kind == "added":
+        lowest = torch.finfo(torch.float32).min
+        mask = 0.3 * torch.rand(allowed.shape, generator=draw)  # position biases do not count
+        mask = mask.masked_fill(~allowed, lowest)
+    found = largest_logits(q, k, mask, 0.5, kind == "causal")
+    rows = real if mask is not None else torch.ones_like(real)
+    scores = 0.5 * np.einsum("shid,shjd->shij", q.double(), k.double().repeat_interleave(2, 1))
+    counted = np.broadcast_to((allowed & rows[:, None, :, None]).numpy(), scores.shape)
+    expected = np.where(counted, scores, -np.inf).max((0, 2, 3))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "vit", "Llama", "Qwen 3"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_logits_of_batches_are_those_of_a_capture(name: str, padded: bool) -> None:
+    """Which reads them off weights and inputs in float64; here without dropout."""
+    model = build((AFFINE | MODERN)[name])
+    inputs = dict(inputs_for(model))
+    if padded:
+        if "input_ids" not in inputs:
+            pytest.skip("images have no padding")
+        mask = torch.ones_like(inputs["input_ids"])
+        mask[0, :2] = 0
+        inputs["attention_mask"] = mask
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    model.set_attn_implementation("sdpa")
+    expected = np.stack(
+        [att.statistics()["largest_logit"].amax(0).numpy() for att in lb.capture(model, inputs)]
+    )
+    monitor = lb.Monitor(model, inputs, every=2, extras="batch_logit")
+    monitor.step(1)
+    model.train()
+    with torch.no_grad():
+        model(**inputs)
+    model.eval()
+    model(
+        **inputs | {one: t.flip(-1) for one, t in inputs.items() if "ids" in one}
+    )  # does not count
+    ds = monitor.step(2)
+    assert ds is not None
+    for sample in range(ds.sizes["sample"]):
+        np.testing.assert_allclose(ds["batch_logit"][sample], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_training_does_not_notice_that_its_logits_are_seen() -> None:
+    alone, watched = (trainers.decoder().train() for _ in range(2))
+    monitor = lb.Monitor(watched, IDS, every=5, extras_every=1, extras=NAMES)
+    for model, before in ((alone, lambda step: None), (watched, monitor.step)):
+        torch.manual_seed(1)
+        for step in range(4):
+            before(step)
+            update(model)
+    mine, theirs = watched.state_dict(), alone.state_dict()
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    monitor.step(5)
+    none = monitor.run["batch_logit"].isnull().all(("sample", "layer", "head"))
+    assert none.values.tolist() == [True, False, False, False, False]
+    copied = copy.deepcopy(watched)
+    del monitor, before
+    gc.collect()
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in watched.modules())
+    update(copied)
+
+
 def test_what_cannot_be_watched() -> None:
     model = trainers.decoder().train()
     watch = partial(lb.Monitor, model, IDS)
     refused(partial(watch, extras_every=1), "extras_every needs extras among wqk_norm")
     refused(partial(watch, extras_every=0, extras="wqk_norm"), "extras_every is 0")
+    refused(partial(lb.compare, "builtin:gpt2", extras="batch_logit"), "lb.Monitor alone has it")
+    monitor = watch(every=1, extras="batch_logit")
+    monitor.step(0)
+    with pytest.warns(Notice, match="no pass in training mode was seen before step 1"):
+        ds = monitor.step(1)
+    assert ds is not None
+    assert bool(ds["batch_logit"].isnull().all())
+    model.set_attn_implementation("eager")
+    refused(partial(watch, extras="batch_logit"), "batch_logit needs attention 'sdpa'")
+    with pytest.raises(RuntimeError, match="stopped"):
+        stopped(monitor, trainers.decoder().train())
+
+
+def stopped(monitor: lb.Monitor, model: Any) -> None:
+    """A pass that fails leaves the attention functions of transformers as they were."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as FUNCTIONS
+
+    other, before = lb.Monitor(model, IDS, every=1, extras="batch_logit"), FUNCTIONS["sdpa"]
+    other.step(0)
+
+    def stop(*_: Any) -> None:
+        raise RuntimeError("stopped")
+
+    model.transformer.h[0].attn.c_proj.register_forward_pre_hook(stop)
+    try:
+        model(IDS)
+    finally:
+        assert FUNCTIONS["sdpa"] is before
