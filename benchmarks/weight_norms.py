@@ -4,17 +4,23 @@ python benchmarks/weight_norms.py                  # beside a step of 512 tokens
 python benchmarks/weight_norms.py MODEL            # a name or folder: seconds, peak of memory
 """
 
+import functools
+import itertools
 import resource
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import lipbound as lb
-from lipbound.models.head_weights import head_weights
-from lipbound.runs.head_extras import of_heads, of_weights
+from lipbound.models.batch_logits import largest_logits
+from lipbound.runs.monitor import write_steps
+from lipbound.schema import OF_WEIGHTS
 
 
 def seconds(call: Callable[[], object], times: int = 3) -> float:
@@ -27,38 +33,45 @@ def seconds(call: Callable[[], object], times: int = 3) -> float:
     return min(found)
 
 
-def beside_a_step() -> None:
-    """Shares of a training step of 512 tokens of a small GPT-2 (6 layers of width 384)."""
-    config = GPT2Config(n_layer=6, n_embd=384, n_head=6, vocab_size=8192, n_positions=512)
-    model = GPT2LMHeadModel(config).train()
-    optimizer, batch = torch.optim.AdamW(model.parameters()), torch.randint(0, 8192, (1, 512))
+def beside_a_step(layers: int, width: int, heads: int, vocabulary: int) -> None:
+    """Shares of a training step of 512 tokens of a decoder like GPT-2."""
+    sizes: Any = {"n_layer": layers, "n_embd": width, "n_head": heads, "vocab_size": vocabulary}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, n_positions=512)).train()
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = torch.randint(0, vocabulary, (1, 512))
 
-    def step() -> None:
+    def update() -> None:
         model(input_ids=batch, labels=batch).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    def weights() -> None:
-        with torch.no_grad():
-            for _, (w_q, w_k, w_v, w_o), scale in head_weights(model):
-                of_weights(w_q, w_k, w_v, w_o, scale)
+    update()
+    whole = seconds(update)
+    print(f"{layers} layers of width {width}: {whole:.3f} s a step of {batch.numel()} tokens")
 
-    layers = lb.capture(model.transformer.eval(), {"input_ids": batch[:, :64]})
-    whole = seconds(step)
-    for name, call in (
-        ("weights alone", weights),
-        ("lb.weight_norms", lambda: lb.weight_norms(model.train())),
-        (
-            "largest logits of captured layers, 64 tokens",
-            lambda: [of_heads(att.at(att.x, mask=att.mask), ["largest_logit"]) for att in layers],
-        ),
-        (
-            "capture of 64 tokens",
-            lambda: lb.capture(model.transformer, {"input_ids": batch[:, :64]}),
-        ),
-    ):
-        part = seconds(call)
-        print(f"{name}: {part:.3f} s, {100 * part / whole:.1f} % of a step of {whole:.3f} s")
+    def said(what: str, part: float) -> None:
+        print(f"  {what}: {1000 * part:.1f} ms, {100 * part / whole:.2f} % of a step", flush=True)
+
+    probe = batch[:, :64]
+    for names in (["wqk_norm", "wqk_stable_rank"], list(OF_WEIGHTS)):
+        monitor = lb.Monitor(model, probe, steps=[10**9], extras_every=1, extras=names)
+        steps = itertools.count()
+        step = functools.partial(lambda at, of: of.step(next(at)), steps, monitor)
+        said(f"a step of {', '.join(names)}", seconds(step, 9))
+    # as the model has them: heads behind tokens
+    q, k = (torch.randn(1, 512, heads, width // heads).transpose(1, 2) for _ in range(2))
+    look = functools.partial(largest_logits, q, k, None, None, True)
+    said("logits of the batch", layers * seconds(look, 20))
+    with tempfile.TemporaryDirectory() as folder:
+        path, how = Path(folder) / "run.zarr", {"every": 100, "extras": "wqk_norm"}
+        monitor = lb.Monitor(model, probe, extras_every=1, out=path, **how)
+        like = monitor.step(0)
+        monitor._slices += [monitor._looked(at) for at in range(1, 100)]
+        last = like.assign_coords(step=100)
+        alone = seconds(lambda: write_steps(path, [last], 1), 2)
+        kept = seconds(lambda: monitor._keep(last, 100), 1)
+        said("keeping and writing a step of extras", (kept - alone) / 99)
+    said("norms of 64 tokens", seconds(lambda: lb.Monitor(model, probe, every=1).step(0), 1))
 
 
 def of_checkpoint(model: str) -> None:
@@ -75,4 +88,8 @@ def of_checkpoint(model: str) -> None:
 
 
 if __name__ == "__main__":
-    of_checkpoint(sys.argv[1]) if len(sys.argv) > 1 else beside_a_step()
+    if len(sys.argv) > 1:
+        of_checkpoint(sys.argv[1])
+    else:
+        beside_a_step(6, 384, 6, 8192)
+        beside_a_step(12, 768, 12, 50257)  # GPT-2's own shape

@@ -45,7 +45,9 @@ CONDITIONING = ("kappa_softmax", "chi_score", "kappa_val", "rho_ln")
 """Condition numbers of attention in low precision: `lipbound.attention.conditioning`."""
 OF_WEIGHTS = ("wqk_norm", "wqk_stable_rank", "wov_norm", "wov_stable_rank")
 """Extras of the weights of heads alone, whatever the inputs."""
-OF_HEADS = (*OF_WEIGHTS, "row_norm", "largest_logit", "qk_clip")
+BATCH_LOGIT = "batch_logit"
+"""Extra of the batches of a training, of `lipbound.Monitor` alone."""
+OF_HEADS = (*OF_WEIGHTS, "row_norm", "largest_logit", "qk_clip", BATCH_LOGIT)
 """Extras of heads themselves, whatever map and norm are measured."""
 EXTRAS = {"frobenius": "jacobian_frobenius", "condition": "jacobian_condition"}
 EXTRAS |= {name: name for name in (*CONDITIONING, *OF_HEADS)}
@@ -303,10 +305,10 @@ def automatic(ds: xr.Dataset) -> xr.DataArray:
     return ds["measured"].reset_coords(drop=True) == AUTOMATIC
 
 
-def with_exact(ds: xr.Dataset) -> xr.Variable:
-    """Samples that have an exact norm, bool (samples,)."""
+def with_exact(ds: xr.Dataset, axis: str = "sample") -> xr.Variable:
+    """Samples, or steps of training, that have an exact norm, bool (samples,)."""
     exact = ds.variables["exact"]
-    return exact.notnull().any([dim for dim in exact.dims if dim != "sample"])
+    return exact.notnull().any([dim for dim in exact.dims if dim != axis])
 
 
 def closed(ds: xr.Dataset) -> xr.Variable:

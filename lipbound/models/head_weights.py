@@ -84,15 +84,18 @@ def _inputs(name: str, part: Any) -> tuple[list[Tensor], float]:
         keys = keys or found[0].shape[1] // 3
         found = [*found[0].split([found[0].shape[1] - 2 * keys, keys, keys], 1)]
     each = [t.unflatten(1, (-1, width)).transpose(0, 1) for t in found]
-    return [t.repeat_interleave(len(each[0]) // len(t), 0) for t in each], scale
+    shared = ((t, len(each[0]) // len(t)) for t in each)
+    return [t if n == 1 else t.repeat_interleave(n, 0) for t, n in shared], scale
 
 
 def _changed(part: nn.Module) -> bool:
-    """Return whether something may change what a module computes: a forward or hooks of others."""
+    """Return whether something may change what a module computes: a forward or hooks of others.
+
+    Hooks of ours read weights from disk and look at calls.
+    """
     hooks = (*part._forward_pre_hooks.values(), *part._forward_hooks.values())
-    ours = (isinstance(getattr(h, "__self__", None), weight_files.WeightOffloader) for h in hooks)
-    theirs = (str(getattr(h, "__module__", "")).startswith("transformers.") for h in hooks)
-    return "forward" in vars(part) or not all(map(any, zip(ours, theirs, strict=True)))
+    known = (str(h.__module__).startswith(("transformers.", "lipbound.")) for h in hooks)
+    return "forward" in vars(part) or not all(known)
 
 
 def _matrix(name: str, one: Any) -> Tensor:

@@ -320,7 +320,8 @@ def over_steps(
         figure = styles.Drawing(figsize=(inches, 0.7 * inches), layout="constrained")
         axes = figure.add_subplot()
         for i, layer in enumerate(layers):
-            axes.plot(ds[STEP], lines[i], color=colors(i), lw=1, marker=".", ms=2, label=str(layer))
+            line = lines[i].dropna(STEP)  # steps between norms have extras alone
+            axes.plot(line[STEP], line, color=colors(i), lw=1, marker=".", ms=2, label=str(layer))
         axes.set(xlabel="step of training", yscale="log" if logarithmic else "linear")
         axes.xaxis.set_major_locator(MaxNLocator("auto", steps=_STEPS, integer=True, min_n_ticks=1))
         if logarithmic:

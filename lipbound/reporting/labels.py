@@ -107,7 +107,9 @@ def step_words(ds: xr.Dataset) -> str:
     steps = ds[schema.STEP].values.reshape(-1).tolist()
     if len(steps) == 1:
         return f"after {counted(steps[0], 'step')} of training"
-    return f"at {len(steps)} steps of training from {steps[0]} to {steps[-1]}"
+    norms = int(schema.with_exact(ds, schema.STEP).sum()) if schema.STEP in ds.dims else len(steps)
+    some = f" (with norms at {norms} of them)" if norms < len(steps) else ""
+    return f"at {len(steps)} steps of training from {steps[0]} to {steps[-1]}{some}"
 
 
 def builtin_name(ds: xr.Dataset) -> str:

@@ -63,6 +63,7 @@ LABELS = {
     "wqk_stable_rank": ("Stable rank of W_Q W_K^T", "stable rank of W_Q W_K^T"),
     "wov_norm": ("Norm of W_V W_O", "norm of W_V W_O"),
     "wov_stable_rank": ("Stable rank of W_V W_O", "stable rank of W_V W_O"),
+    "batch_logit": ("Largest logit of the batch", "largest score in the batch of the training"),
     "row_norm": ("Largest row norm", "largest norm of a row's softmax Jacobian"),
     "qk_clip": ("QK-clip factor", "QK-clip factor min(1, {tau:g} / largest logit)"),
 }
@@ -74,7 +75,7 @@ SOURCES = {
     "wov_stable_rank": "Rudelson and Vershynin 2007",
     "row_norm": "the factor of Theorem 3 of Yudin et al. 2025",
     "largest_logit": "Dehghani et al. 2023",
-    "qk_clip": "Kimi Team 2025, section 2.1",
+    **dict.fromkeys(("qk_clip", "batch_logit"), "Kimi Team 2025, section 2.1"),
     **dict.fromkeys(CONDITIONING, "Baek 2026"),
 }
 """Where extras of heads come from."""
@@ -175,6 +176,8 @@ def compare(config: RunConfig) -> xr.Dataset:
 @in_own_modes
 def run(config: RunConfig) -> xr.Dataset:
     """Compute a run: open, plan, execute, assemble, save."""
+    if schema.BATCH_LOGIT in (config.extras or ()):
+        raise LipboundError("the extra 'batch_logit' is of a training, and lb.Monitor alone has it")
     client = config.client
     device = devices.resolve_device(config.device)
     memory = memory_bytes(config.memory, device)
@@ -548,8 +551,7 @@ def weight_norms(model: AnyModel, *, out: str | Path | None = None) -> xr.Datase
     for name, projections, scale in head_weights(checkpoint.model):
         if not all(bool(t.isfinite().all()) for t in projections):
             raise CheckpointError(f"weights of {name} in {checkpoint.name} are NaN or infinite")
-        w_q, w_k, w_v, w_o = projections
-        of_heads = of_weights(w_q, w_k, w_v, w_o, scale)
+        w_q, of_heads = projections[0], of_weights(projections, scale)
         values = {name: value[None].cpu().numpy() for name, value in of_heads.items()}
         values["exact"] = np.full((1, len(w_q)), np.nan)
         values["exact_converged"] = np.zeros((1, len(w_q)), dtype=bool)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -12,13 +12,13 @@ from lipbound.attention.conditioning import row_norm
 from lipbound.attention.layer import Attention
 from lipbound.jacobians.token_norms.token_norm import beside, pieces
 from lipbound.linalg.matrix_norms import product_norms
-from lipbound.schema import OF_HEADS, OF_WEIGHTS
+from lipbound.schema import OF_WEIGHTS
 
 
 def of_weights(
-    w_q: Tensor, w_k: Tensor, w_v: Tensor, w_o: Tensor | None, scale: float
+    projections: Sequence[Any], scale: float, names: Collection[str] = OF_WEIGHTS
 ) -> dict[str, Tensor]:
-    r"""Return `lipbound.schema.OF_WEIGHTS` of heads, (heads,) each, float64.
+    r"""Return those of `lipbound.schema.OF_WEIGHTS` that are named, (heads,) each, float64.
 
     ``wqk_norm`` is :math:`|scale| \|W_Q W_K^T\|`, with the head's own factor of scores (mostly
     :math:`1/\sqrt d`): what the weights alone can make of two tokens of length one (Zhai et al.
@@ -35,19 +35,24 @@ def of_weights(
     without it. A layer normalisation before the layer counts as part of its input.
 
     Args:
-        w_q, w_k: (heads, D, d); shared keys are repeated.
-        w_v: (heads, D, d_v).
-        w_o: (heads, d_v, D_out), or None: then the latter two are not known.
+        projections: W_Q and W_K (heads, D, d), shared ones repeated; W_V (heads, D, d_v); W_O
+            (heads, d_v, D_out), or None: then the latter two are not known.
         scale: factor of the scores.
+        names: which; products of which nothing is asked are left alone.
 
     Returns:
         To a relative error of 1e-6; NaN where rounding may be more, or nothing is known.
     """
-    norm, rank = product_norms(w_q, w_k)
-    found = [abs(scale) * norm, rank, *[torch.full_like(norm, torch.nan)] * 2]
-    if w_o is not None:
-        found[2:] = product_norms(w_v, w_o.mT)
-    return dict(zip(OF_WEIGHTS, found, strict=True))
+    w_q, w_k, w_v, w_o = projections
+    found = {name: torch.full((len(w_q),), torch.nan).double() for name in names}
+    for (norm, rank), factor, a, b in (
+        (OF_WEIGHTS[:2], abs(scale), w_q, w_k),
+        (OF_WEIGHTS[2:], 1.0, w_v, None if w_o is None else w_o.mT),
+    ):
+        if b is not None and not {norm, rank}.isdisjoint(names):
+            size, directions = product_norms(a, b)
+            found |= {norm: factor * size, rank: directions}
+    return {name: found[name] for name in names}
 
 
 @torch.no_grad()
@@ -75,10 +80,10 @@ def of_heads(att: Any, names: Collection[str], tau: float | None = None) -> dict
     found = {name: torch.full((att.samples, att.heads), torch.nan).double() for name in names}
     if not isinstance(att, Attention):
         return found
-    if not found.keys().isdisjoint(OF_WEIGHTS) and att.other_stream is None:
-        weights = of_weights(att.w_q, att.w_k, att.w_v, att.w_o, att.scale)
-        found |= {name: t.expand(att.samples, -1) for name, t in weights.items() if name in names}
-    for name in [name for name in OF_HEADS[len(OF_WEIGHTS) :] if name in names]:
+    asked = [name for name in OF_WEIGHTS if name in names and att.other_stream is None]
+    weights = of_weights((att.w_q, att.w_k, att.w_v, att.w_o), att.scale, asked)
+    found |= {name: t.expand(att.samples, -1) for name, t in weights.items()}
+    for name in [name for name in ("row_norm", "largest_logit", "qk_clip") if name in names]:
         of = row_norm if name == "row_norm" else lambda part: part.statistics()["largest_logit"]
         parts = [of(part) for part in pieces(att, "head")]
         found[name] = beside(parts, att.samples, "head", lambda t, dim: torch.cat([*t], dim))

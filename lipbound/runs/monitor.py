@@ -18,19 +18,22 @@ import xarray as xr
 import zarr
 from torch import nn
 
-from lipbound import errors
+from lipbound import errors, schema
 from lipbound.devices import in_own_modes
 from lipbound.errors import LipboundError, StoreError, shown, tell, whole
 from lipbound.formatting import counted
+from lipbound.models.batch_logits import BatchLogits
+from lipbound.models.head_weights import head_weights
 from lipbound.models.in_memory import bare_module, in_dtype, in_training
 from lipbound.models.inputs import prepare
 from lipbound.models.training import uncompiled
 from lipbound.runs import compare
 from lipbound.runs.checksums import sealed, settings_checksum
 from lipbound.runs.config import READING, RunConfig
+from lipbound.runs.head_extras import of_weights
 from lipbound.runs.measure import Measurer, Sources, capturer_of, seed_of
 from lipbound.runs.store import check_target, hold, load, same_configuration, save
-from lipbound.schema import AXES, EXTRAS, MEANS, STATISTICS, STEP, RunInfo
+from lipbound.schema import AXES, CHECKSUM, EXTRAS, MEANS, STATISTICS, STEP, RunInfo
 
 WITHOUT = ("audit", "violations")
 """Attributes of one run that a run over steps has not: bounds may fall below at some of them."""
@@ -62,11 +65,18 @@ class Monitor:
             `lipbound.compare` takes as data.
         every: steps between two measurements; 100 by default.
         steps: the steps to measure at, in place of ``every``.
+        extras_every: steps between two looks at the extras that need no pass of the probe: those of
+            weights, of one of `lipbound.models.head_weights.FAMILIES`, and ``batch_logit``. Steps
+            of extras alone have no norms, and are written to ``out`` with the next that has.
+            None, the default, for steps with norms alone.
         out: where to keep the run, a Zarr store that can be read at any moment, also after the
             training was killed. Of several monitors of one store, the one made last writes it.
         resume: append to the run of ``out``, if it exists. Steps that come again are replaced.
         bounds: also evaluate these, as in `lipbound.compare`; none by default.
-        extras, tau: as in `lipbound.compare`; the largest logit is always there.
+        extras, tau: as in `lipbound.compare`; the largest logit is always there. ``batch_logit`` is
+            that of all samples of the batches that the model was given in training mode since
+            ``step`` was called last, seen by hooks as its own passes compute them, in its dtype
+            (`lipbound.models.batch_logits`).
         map, norm, layers, tol, seed: as in `lipbound.compare`.
         delta: failure probability of all upper ends ``exact_upper`` of one step; None or 0, the
             default, for lower ends alone.
@@ -100,6 +110,7 @@ class Monitor:
         *,
         every: int | None = None,
         steps: Iterable[int] | None = None,
+        extras_every: int | None = None,
         out: str | Path | None = None,
         resume: bool = False,
         bounds: str | Iterable[str] = "none",
@@ -127,6 +138,7 @@ class Monitor:
             self._at = frozenset(whole("steps", n, least=0) for n in errors.indices("steps", steps))
             if not self._at:  # how many there will be is not known
                 raise LipboundError("steps is empty; give steps, as [0, 100, 1000], or every=")
+        self._often = None if extras_every is None else whole("extras_every", extras_every, least=1)
         if not (log is None or callable(log)):
             raise LipboundError(f"log is {shown(log)}; give a function")
         self._model = bare_module(model)
@@ -137,6 +149,16 @@ class Monitor:
         self._config = config = RunConfig(**{name: given[name] for name in of_run})
         self._logs, self._per_head = [] if log is None else [log], errors.flag("per_head", per_head)
         self._open(tokenizer)
+        known = (*schema.OF_WEIGHTS, schema.BATCH_LOGIT)
+        self._light = [name for name in config.extras or () if name in known]
+        self._logits, self._batch = None, dict[int, torch.Tensor]()
+        if schema.BATCH_LOGIT in self._light and not _other_process():
+            self._logits = BatchLogits(layer() for layer in self._modules)
+            weakref.finalize(self, self._logits.hooks.close)
+        if self._often is not None:
+            if not self._light:
+                raise LipboundError(f"extras_every needs extras among {', '.join(known)}")
+            self._looked(0)  # weights are found by their names
         self._above, self._thresholds = set[str](), dict[str, float]()
         limits: Any = threshold if isinstance(threshold, Mapping) else {"exact": threshold}
         for name, limit in () if threshold is None else limits.items():
@@ -209,9 +231,10 @@ class Monitor:
         Raises:
             LipboundError: nothing was measured.
         """
-        if not self._slices:
+        norms = [one for one in self._slices if CHECKSUM in one.variables]
+        if not norms:
             raise LipboundError("nothing was measured yet; call step at a step that is due")
-        return stacked(self._slices)
+        return stacked([as_run(one, norms[-1]) for one in self._slices])
 
     def attach(self, trainer: Any) -> Self:
         """Measure at the steps of a Trainer, and log to what it logs to.
@@ -264,28 +287,70 @@ class Monitor:
             step: how many updates the weights have seen.
 
         Returns:
-            The run at this step, (sample, layer, head); None where nothing was measured.
+            The run at this step, (sample, layer, head), or its extras alone; None where nothing was
+            measured.
         """
         step = whole("step", step, least=0)
-        due = step % self._every == 0 if self._at is None else step in self._at
-        if not due or _other_process():
+        if self._logits is not None:
+            self._batch, self._logits.found = self._logits.found, {}
+            if self._logits.is_watching and not self._batch:
+                tell(f"no pass in training mode was seen before step {step}: batch_logit is NaN")
+            self._logits.is_watching = any(self._due(step + 1))
+        norms, often = self._due(step)
+        if not (norms or often) or _other_process():
             return None
         try:
             target = self._target
             if target is not None and _WRITERS.get(target) is not self:
                 raise StoreError(f"a later monitor has taken over {target}; give each its own out")
-            ds = self._measured(step)
+            ds = self._measured(step) if norms else self._looked(step)
             self._keep(ds, step)
         except Exception as error:  # a training is worth more than a number about it
             kind = "" if isinstance(error, LipboundError) else f"{type(error).__name__}: "
             tell(f"step {step} of the training was not measured or kept: {kind}{error}")
             return None
         if self._logs:
-            said = logged_numbers(ds, self._logged, per_head=self._per_head)
+            there = [name for name in self._logged if name in ds]
+            said = logged_numbers(ds, there, per_head=self._per_head)
             for log in self._logs:
                 log(said, step)
         self._alarm(ds, step)
         return ds
+
+    def _due(self, step: int) -> tuple[bool, bool]:
+        """Return whether norms, and whether extras that need no pass, are due at a step."""
+        norms = step % self._every == 0 if self._at is None else step in self._at
+        return norms, self._often is not None and step % self._often == 0
+
+    @in_own_modes
+    @torch.no_grad()
+    def _looked(self, step: int) -> xr.Dataset:
+        """Return the extras that need no pass of the probe, the same at every sample.
+
+        Raises:
+            CaptureError: weights are not found by their names.
+        """
+        found = {name: np.full(self._plan.shape, np.nan) for name in self._light}
+        asked = [name for name in self._light if name in schema.OF_WEIGHTS]
+        places = {one.layer_name: i for i, one in enumerate(self._plan.layers) if asked}
+        for layer, projections, scale in head_weights(self._model) if asked else ():
+            if (i := places.pop(layer, None)) is not None:
+                for name, value in of_weights(projections, scale, asked).items():
+                    found[name][:, i, : len(value)] = value.cpu()
+        if places:
+            raise errors.CaptureError(
+                f"weights of {next(iter(places))} are not found by their names"
+            )
+        self._fill(found)
+        data, numbers = {n: (AXES, t) for n, t in found.items()}, map(np.arange, self._plan.shape)
+        coords = dict(zip(AXES, numbers, strict=True)) | {STEP: step}
+        return xr.Dataset(data, coords | {"layer": [one.index for one in self._plan.layers]})
+
+    def _fill(self, tables: dict[str, np.ndarray]) -> None:
+        """Put the logits of batches into a table (samples, layers, heads) of NaN."""
+        for i, layer in enumerate(self._modules):
+            if (value := self._batch.get(id(layer()))) is not None:
+                tables[schema.BATCH_LOGIT][:, i, : len(value)] = value.cpu()
 
     @in_own_modes
     @torch.no_grad()
@@ -311,6 +376,7 @@ class Monitor:
         if modules != self._modules or capturer.count != planned.model_layers:
             raise errors.CaptureError("attention layers came, went or moved; make a new Monitor")
         tables, lengths, error = compare.filled(planned, results)
+        self._fill(tables)
         info = compare.run_info(self._config, sources, planned, int(lengths.max()), error)
         if (first := self._info) is not None:
             notes = list(dict.fromkeys([*first.notes, *info.notes]))
@@ -320,7 +386,7 @@ class Monitor:
         return sealed(ds.assign_coords({STEP: step}), info)
 
     def _keep(self, ds: xr.Dataset, step: int) -> None:
-        """Put a step behind those before it, in memory and on disk."""
+        """Put a step behind those before it, in memory, and on disk as soon as there are norms."""
         before = [one for one in self._slices if int(one[STEP]) < step]
         if again := len(self._slices) - len(before):
             what = f"{again} of {len(self._slices)} measured steps, from {step} on, come again"
@@ -328,16 +394,22 @@ class Monitor:
             if self._target is not None and not before:
                 shutil.rmtree(self._target, ignore_errors=True)
         self._slices = before
-        if self._target is not None:
-            write_step(self._target, ds, len(before))
-        self._slices = [*before, ds]
+        steps = [*before, ds]
+        if CHECKSUM in ds.variables:
+            written = sum(CHECKSUM in one.variables for one in before)
+            steps = [as_run(one, ds) for one in steps]
+            if self._target is not None:
+                write_steps(self._target, steps[written:], written)
+        self._slices = steps
 
     def _alarm(self, ds: xr.Dataset, step: int) -> None:
         """Tell what has risen above its threshold since the last measurement."""
-        before, self._above = self._above, set()
+        before = self._above
         for name, limit in self._thresholds.items():
+            if name not in ds:
+                continue
             found = ds[name].isel(ds[name].fillna(-np.inf).argmax(...))
-            self._above |= {name} if found > limit else set()
+            self._above = self._above - {name} | ({name} if found > limit else set())
             if name in self._above - before:
                 axes = [axis for axis in ("layer", "head", "sample") if axis in found.coords]
                 where = ", ".join(f"{axis} {int(found[axis])}" for axis in axes)
@@ -363,46 +435,58 @@ def stacked(steps: Sequence[xr.Dataset]) -> xr.Dataset:
     return ds.drop_attrs(deep=False).assign_attrs(attrs)
 
 
-def write_step(path: Path, ds: xr.Dataset, position: int) -> None:
-    """Write a step of a run over steps to its store, a Zarr store that grows.
+def as_run(extras: xr.Dataset, like: xr.Dataset) -> xr.Dataset:
+    """Return a step of extras alone as a run, with NaN for all else that another step has."""
+    if CHECKSUM in extras.variables:  # it has norms
+        return extras
+    ds = like.drop_vars(CHECKSUM)
+    for name, one in ds.variables.items():
+        if one.dims[:2] == AXES[:2]:
+            nothing = np.full(one.shape, compare.EMPTY[one.dtype.kind])
+            ds[name] = one.dims, extras[name].values if name in extras else nothing, one.attrs
+    return sealed(ds.assign_coords({STEP: int(extras[STEP])}), RunInfo.of(like))
 
-    The store can be read, and its training be killed, at any moment. A step is written behind those
-    that are there, chunks of its own; then one file, which holds the shapes of all arrays and is
-    replaced whole, lets readers see it. (``to_zarr(append_dim=...)`` writes the shapes of arrays
+
+def write_steps(path: Path, steps: Sequence[xr.Dataset], position: int) -> None:
+    """Write steps of a run over steps to its store, a Zarr store that grows.
+
+    The store can be read, and its training be killed, at any moment. Steps are written behind those
+    that are there, chunks of their own; then one file, which holds the shapes of all arrays and is
+    replaced whole, lets readers see them. (``to_zarr(append_dim=...)`` writes the shapes of arrays
     one by one: killed between two of them, it leaves a store that cannot be read.)
 
     Args:
         path: of the store, which must not exist for the first step.
-        ds: one step.
-        position: how many steps of the store stand before it; others are let go.
+        steps: at least one, ascending.
+        position: how many steps of the store stand before them; others are let go.
 
     Raises:
         StoreError: it cannot be written; what was there can still be read.
     """
-    grown = stacked([ds])
+    grown = stacked(steps)
     try:
         if position == 0:
             for one in grown.variables.values():
                 if STEP in one.dims:  # a chunk for every step, so that none is written twice
-                    one.encoding["chunks"] = one.shape
+                    one.encoding["chunks"] = (1, *one.shape[1:])
             save(grown, path)
             return
         _show(path, grown, position, filled=False)
-        _show(path, grown, position + 1)
+        _show(path, grown, position + len(steps))
     except OSError as error:
-        what = f"step {int(ds[STEP])} could not be written to {path}"
+        what = f"step {int(steps[-1][STEP])} could not be written to {path}"
         raise StoreError(f"{what}: {errors.one_line(error)}") from error
 
 
 def _show(path: Path, ds: xr.Dataset, count: int, *, filled: bool = True) -> None:
-    """Fill the last of so many steps, and show that many, with the attributes of ``ds``."""
+    """Fill the last of so many steps by ``ds``, and show that many, with its attributes."""
     group = zarr.open_group(path, mode="r+", use_consolidated=True)
     for name, one in ds.variables.items():
         if STEP in one.dims:
             array: Any = group[str(name)]
             array.resize((count, *array.shape[1:]))
             if filled:
-                array[count - 1] = one.values[0].astype(array.dtype)
+                array[count - len(one) :] = one.values.astype(array.dtype)
     if group.attrs.asdict() != ds.attrs:
         group.update_attributes(ds.attrs)  # in one write
     with warnings.catch_warnings():
@@ -447,7 +531,7 @@ def logged_numbers(
                 continue
             how = "mean" if name in MEANS else "min" if name == "qk_clip" else "max"
             found[f"{place}/{name}_{how}"] = getattr(known, how)()
-            if name not in (*STATISTICS, "qk_clip") and (known > 0).all():
+            if name not in (*STATISTICS, "qk_clip", "batch_logit") and (known > 0).all():
                 found[f"{place}/{name}_geomean"] = np.exp(np.log(known).mean())
             for head, one in enumerate(values.T if per_head and values.ndim > 1 else ()):
                 found[f"{place}/head_{head}/{name}"] = getattr(one, how)()

@@ -323,7 +323,7 @@ def diff_of(given: object) -> xr.Dataset:
 
 
 def at_step(ds: xr.Dataset, step: int | None = None) -> xr.Dataset:
-    """Select one step of a run over steps of training; the last for None.
+    """Select one step of a run over steps of training; the last that has norms for None.
 
     Any other run, and a single step, is returned as it is for None.
 
@@ -331,7 +331,10 @@ def at_step(ds: xr.Dataset, step: int | None = None) -> xr.Dataset:
         StoreError: the step was not measured, or there are no steps.
     """
     if step is None:
-        return ds.isel({schema.STEP: -1}) if schema.STEP in ds.dims else ds
+        if schema.STEP not in ds.dims:
+            return ds
+        there = schema.with_exact(ds, schema.STEP).values
+        return ds.isel({schema.STEP: max(np.flatnonzero(there), default=-1)})
     if schema.STEP not in ds.coords:
         raise StoreError(f"step is {step}, but the run is not one over steps of training")
     steps = ds[schema.STEP].values.reshape(-1).tolist()

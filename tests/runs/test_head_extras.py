@@ -15,9 +15,9 @@ import lipbound as lb
 from lipbound.attention.conditioning import conditioning
 from lipbound.linalg.matrix_norms import product_norms
 from lipbound.runs.head_extras import of_heads
-from lipbound.schema import OF_HEADS, OF_WEIGHTS
+from lipbound.schema import BATCH_LOGIT, OF_HEADS, OF_WEIGHTS
 
-NAMES = list(OF_HEADS)
+NAMES = [name for name in OF_HEADS if name != BATCH_LOGIT]
 TEXTS = ["a b c", "b c d e f"]
 
 
