@@ -11,7 +11,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lipbound.attention.scoring import BLOCKED
 from lipbound.errors import CaptureError
-from lipbound.models.other_libraries import changed
+from lipbound.models.other_libraries import temporarily
 
 QUERIES = 64
 """Queries whose scores are computed at a time: these stay in a processor's cache."""
@@ -51,7 +51,9 @@ class BatchLogits:
     def _enter(self, module: nn.Module, args: Any) -> None:
         if self.is_watching and module.training:
             known = ALL_ATTENTION_FUNCTIONS._local_mapping | {"sdpa": self._attend}
-            self._running.enter_context(changed("_local_mapping", known, ALL_ATTENTION_FUNCTIONS))
+            self._running.enter_context(
+                temporarily("_local_mapping", known, ALL_ATTENTION_FUNCTIONS)
+            )
 
     def _leave(self, *_: Any) -> None:
         self._running.close()
