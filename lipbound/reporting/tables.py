@@ -37,8 +37,8 @@ from lipbound.runs.checksums import edited
 from lipbound.runs.store import Run, both_runs, run_of, takes_run
 from lipbound.schema import EXTRAS, Contents, bounds_there, is_diff, of_weights_alone, with_exact
 
-__all__ = ["BY", "FORMATS", "bibtex", "breakdown", "caption", "footnotes", "latex", "left_out"]
-__all__ += ["methods", "panels", "ratio", "readable", "render", "summary", "table_of"]
+__all__ = ["BY", "FORMATS", "Table", "bibtex", "breakdown", "caption", "footnotes", "latex"]
+__all__ += ["left_out", "methods", "panels", "ratio", "readable", "render", "summary", "table_of"]
 
 
 def __dir__() -> list[str]:
