@@ -191,6 +191,7 @@ def _cast(norm: Norm, dtype: torch.dtype) -> Norm:
 
 
 @in_own_modes
+@torch.no_grad()
 def l2_spectral_norm(att: Attention, *, tol: float = 1e-4, seed: int | Sequence[int] = 0) -> Norm:
     """Exact local Lipschitz constant of L2 attention with the layer's weights, samples x heads.
 

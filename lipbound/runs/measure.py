@@ -307,6 +307,7 @@ class Measurer:
         made = side_by_side(parts)  # exact norms may be missing from the last samples
         return {n: np.concatenate([part[n] for part in made if n in part]) for n in made[0]}
 
+    @torch.no_grad()
     def _measure(self, att: Any, seeds: list[int], exact_count: int) -> dict[str, np.ndarray]:
         """Measure one layer at one block of samples, (samples, heads) each.
 

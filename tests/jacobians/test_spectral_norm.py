@@ -230,6 +230,9 @@ def test_l2_norms_match_dense(kind: str) -> None:
     exact = dense_norms(random_attention(kind), "l2")
     close(l2_spectral_norm(random_attention(kind), tol=1e-11).lower, exact, 1e-9, 1e-12)
     close(l2_spectral_norm(random_attention(kind, dtype=torch.float32)).lower, exact, 1e-3, 1e-12)
+    att = random_attention(kind)
+    trained = att.with_parts(w_q=att.w_q.clone().requires_grad_())
+    assert torch.equal(l2_spectral_norm(trained).lower, l2_spectral_norm(att).lower)
 
 
 def test_any_callable() -> None:

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+import xarray as xr
 from support.checks import normal_layer, refused
 
 import lipbound as lb
@@ -37,6 +38,19 @@ def test_samples_are_taken_one_block_at_a_time() -> None:
     np.testing.assert_allclose(whole["exact"], parts["exact"], rtol=1e-9)
     first = lb.compare(given, dtype="float64", bounds="none", samples=2, progress=False)
     np.testing.assert_allclose(whole["exact"][:2], first["exact"], rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"map": "layer"}, {"norm": "every-token"}], ids=["heads", "layer", "tokens"]
+)
+def test_layers_that_are_trained_have_the_numbers_of_others(options: dict[str, str]) -> None:
+    """Nothing is differentiated, whatever of the layers takes derivatives."""
+    plain = normal_layer(2, 5, 8, 4, samples=2, heads=2)
+    plain = plain.with_parts(w_o=plain.w_v.mT.contiguous())
+    trained = plain.with_parts(w_q=plain.w_q.clone().requires_grad_())
+    given = ([plain], [trained])
+    runs = [lb.compare(one, bounds="all", progress=False, **options) for one in given]
+    xr.testing.assert_equal(*runs)
 
 
 def test_layers_without_a_closed_form() -> None:
