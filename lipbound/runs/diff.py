@@ -70,8 +70,9 @@ def diff(
     if any(stored):
         if not all(stored):
             raise LipboundError("of a and b one is a run, one a checkpoint; give two of a kind")
-        given = {"data": data} | options | {"progress": None}
-        if others := [name for name, value in given.items() if value not in (None, False)]:
+        given = {"data": data} | options
+        given |= {"progress": None, "resume": options.get("resume") or None}
+        if others := [name for name, value in given.items() if value is not None]:
             raise LipboundError(f"a and b are runs, measured already; leave out {others[0]}")
         runs = [run_of(a), run_of(b)]
     else:

@@ -149,6 +149,8 @@ def test_arguments_that_do_not_go_together(bert, whole, tmp_path):
         ((whole, bert), {}, "one is a run, one a checkpoint; give two of a kind"),
         ((bert, whole), {}, "one is a run, one a checkpoint"),
         ((whole, whole), {"samples": 2}, "a and b are runs, measured already; leave out samples"),
+        ((whole, whole), {"inputs": torch.ones(1, 8)}, "measured already; leave out inputs"),
+        ((whole, whole), {"seed": 0}, "measured already; leave out seed"),
         ((bert, bert), {"sample": 2}, "unknown option of a diff 'sample'; did you mean 'samples'"),
         ((bert, bert), {"model": "x"}, "unknown option of a diff 'model'"),
         ((tmp_path / "no.zarr", whole), {}, "there is no run"),
