@@ -346,3 +346,9 @@ def test_inputs_in_bfloat16_are_measured_as_they_are():
     (att,) = lb.capture(model, x.float())
     wide = lb.spectral_norm(att, tol=1e-6).lower
     np.testing.assert_allclose(half["exact"][:, 0], wide, rtol=1e-3)
+
+
+def test_what_is_missing_or_too_much_names_what_was_called():
+    for given in ((), ("builtin:gpt2", "data", "more")):
+        with pytest.raises(TypeError, match=r"^compare\(\) "):
+            lb.compare(*given)

@@ -349,7 +349,10 @@ def from_options(make: Callable[P, Any]) -> Callable[[Callable[[Any], T]], Calla
 
         @wraps(function)
         def run(*args: P.args, **kwargs: P.kwargs) -> T:
-            signature.bind(*args, **kwargs)  # or an error that does not name what was called
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:  # which does not name what was called
+                raise TypeError(f"{function.__name__}() {error}") from None
             return function(make(*args, **kwargs))
 
         run.__signature__ = signature  # type: ignore[attr-defined]
