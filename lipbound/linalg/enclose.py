@@ -259,9 +259,9 @@ def _blur(problem: Problem, off: Tensor, low: Tensor) -> Tensor:
 
 
 def _images(op: JacobianOperator, search: JacobianOperator, z: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``z`` (batch, n) of length one, and sums that lengths are found from, (batch, 6).
+    """Return ``z`` (batch, n) of length one, and `JacobianOperator.sums`, (batch, 3 or 6).
 
-    The first three of its images, the others of how far those of the search are from these.
+    The first three of its images, the others of how far those of another search are from these.
     """
     z = torch.nan_to_num(z, nan=0.0, posinf=0.0, neginf=0.0)
     z = z / torch.linalg.vector_norm(z, dim=1, keepdim=True).clamp_min(1e-300)
@@ -276,6 +276,7 @@ def _images(op: JacobianOperator, search: JacobianOperator, z: Tensor) -> tuple[
 def _images_into(
     op: JacobianOperator, search: JacobianOperator, z: Tensor, found: Sequence[Tensor]
 ) -> None:
+    """Put what `_images` returns into two tensors that are there."""
     for t, new in zip(found, _images(op, search, z), strict=True):
         t.copy_(new)
 
