@@ -227,11 +227,9 @@ def load_named(model: object, options: LoadOptions) -> Checkpoint:
         CheckpointError: there is no such checkpoint, or it cannot be loaded as the options say.
     """
     if not isinstance(model, str | Path):
-        kinds = (
-            "a hub id, a directory, 'builtin:NAME', a transformers model or another torch module"
-        )
+        kinds = "a hub id, a directory, 'builtin:NAME', a transformers model, another torch module"
         what = "a class" if isinstance(model, type) else shown(model)
-        raise CheckpointError(f"model is {what}; give {kinds}")
+        raise CheckpointError(f"model is {what}; give {kinds}, or a list of lipbound.Attention")
     name, path, gguf = str(model), Path(model).expanduser(), options.gguf_file
     if (builtin := known_builtin(name)) is not None:
         options.refuse_given(f"the builtin checkpoint {builtin!r}", "revision", "gguf_file")

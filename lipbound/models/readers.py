@@ -387,6 +387,9 @@ def dataset_of(data: Any, selection: Selection) -> tuple[Any, str]:
         table, said = dataset_of(datasets.load_from_disk(str(path)), selection)
         return table, said.replace("a dataset", path.name, 1)
     repo, _, config = name.partition(":")
+    if path is None and repo in datasets.packaged_modules._PACKAGED_DATASETS_MODULES:
+        what = f"data is {name!r}, the name of a kind of files in `datasets`, and of no dataset"
+        raise InputsError(f"{what}; give the path of files, or a hub dataset id, as owner/name")
     offline = datasets.config.HF_HUB_OFFLINE or not (path or answers(HfApi().dataset_info, repo))
     with temporarily("HF_HUB_OFFLINE", offline, datasets.config):
         chosen = selection.split or _usual(datasets.get_dataset_split_names(repo, config or None))

@@ -263,6 +263,7 @@ def test_files_that_are_broken_or_not_there(checkpoint, tmp_path):
         *((tmp_path / name, " be read") for name in broken),
         *((n, f"there is no file or folder {n}") for n in ("letters.txt", "l.txt.gz", "face.png")),
         *((some, "gone.txt, which is no such file") for some in (gone[:2], gone[::2])),
+        *((kind, f"'{kind}', the name of a kind of files") for kind in ("text", "imagefolder")),
     ):
         refused(lambda d=data: prepare(checkpoint, d, max_length=4), words, error=InputsError)
     texts = ["the clock of a.txt", "keeper of b.txt"]
