@@ -17,7 +17,13 @@ KEPT, SHARE = 8, 1 / 64
 
 
 class _Outline(pickle.Pickler):
-    """What work does but for the numbers of a GPU's tensors, as ``key``: also modes of torch."""
+    """The key of a graph: all about work and arguments but the numbers of the GPU's tensors.
+
+    Attributes:
+        key: work, arguments without these tensors, their layouts, and modes of torch.
+        text: the arguments, pickled.
+        tensors: those that are on a GPU, each once.
+    """
 
     def __init__(self, work: Callable[..., object], args: tuple[Any, ...]):
         text, self._places, self.tensors = io.BytesIO(), dict[int, int](), list[Tensor]()

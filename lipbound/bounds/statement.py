@@ -45,8 +45,7 @@ _PLAIN = (
     (r"(\^|\\sqrt)\{(.*?)\}", r"\1(\2)"),
     (r"\\", ""),
 )
-"""What stands for the commands and braces of a statement in LaTeX, one after the other, in plain
-text."""
+"""Patterns of LaTeX in statements and their plain text, replaced in this order."""
 
 
 @dataclass(frozen=True)

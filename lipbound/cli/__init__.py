@@ -1,6 +1,6 @@
 """The command line."""
 
-from lipbound.cli import commands  # noqa: F401  # which registers them
+from lipbound.cli import commands  # noqa: F401 - registers them
 from lipbound.cli.application import app, main, state
 
 __all__ = ["app", "main", "state"]

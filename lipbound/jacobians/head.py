@@ -345,9 +345,9 @@ class HeadOperator(TensorOperator):
 
     @property
     def _by_factors(self) -> bool:
-        """Whether J J^T has two products with the triangular factor.
+        """True if `gram` multiplies by the triangular factor twice, not by its square once.
 
-        These round less than one with its square.
+        Which rounds less.
         """
         return self.dtype == torch.float64 and not self.squared
 
@@ -364,7 +364,7 @@ class HeadOperator(TensorOperator):
 
     @property
     def _in_parts(self) -> bool:
-        """Whether images are the cotangents of all coordinates, whose lengths w^T w gives."""
+        """True if `image` returns cotangents of coordinates, with lengths by way of w^T w."""
         return self.squared and self.extra is None
 
     def image(self, y: Tensor) -> Tensor:

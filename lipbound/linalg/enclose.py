@@ -202,9 +202,9 @@ def estimate(problem: Problem, *, vectors: bool = False) -> Norm:
 def _estimated(problem: Problem) -> tuple[Norm, Tensor]:
     """Return the result of `estimate`, and the vectors (batch, n) whose quotients it has."""
     op, search, tol, steps = problem.op, problem.search, problem.tol, problem.max_steps
-    seeds, meanwhile = problem.seeds, partial(getattr, problem, "roundoff")
+    run = partial(lanczos, search, tol=tol, max_steps=steps, seed=problem.seeds)
     try:
-        found, left = lanczos(search, tol=tol, max_steps=steps, seed=seeds, meanwhile=meanwhile)
+        found, left = run(meanwhile=lambda: problem.roundoff)
     except RangeError:
         if search is not op:
             return _estimated(replace(problem, search=op))

@@ -107,7 +107,7 @@ def lanczos(
     max_steps: int,
     seed: Seed,
     delta: float | None = None,
-    meanwhile: Callable[[], object] = bool,
+    meanwhile: Callable[[], object] = lambda: None,
 ) -> tuple[Norm, Tensor]:
     """Compute norms of J by the Lanczos method on J J^T with full reorthogonalisation.
 

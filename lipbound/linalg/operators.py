@@ -17,14 +17,15 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, NamedTuple, Self, TypeVar
+from typing import Annotated, Any, NamedTuple, Self
 
 import numpy as np
 import torch
 from scipy.sparse.linalg import LinearOperator
 from torch import Tensor
 
-T = TypeVar("T")
+from lipbound.errors import T
+
 Product = Callable[[Tensor], Tensor]
 
 

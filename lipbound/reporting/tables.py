@@ -386,7 +386,7 @@ SPARE_COLUMNS = ("max", "min", RANGE, LIKELY, "name", HOLDS, BELOW)
 two on samples the second one is left."""
 Names = list[str] | None
 """Names of bounds; None for all."""
-TOLD = "told"
+RATIO_TOLD = "told"
 """Attribute with the caption and the notes of a table, where they are not those of its run."""
 
 
@@ -463,7 +463,7 @@ def table_of(
             return _by_bound(run, chosen)
         return _by_place(run, by, chosen, reduce, values)
     told = diff_words(given, labels), diff_notes(given, labels)
-    run = ratio_run(given, labels).assign_attrs({TOLD: told})
+    run = ratio_run(given, labels).assign_attrs({RATIO_TOLD: told})
     if by == "bound":
         norms = ["a", "b", "exact"]
         both = [k for k in map(str, run.data_vars) if f"{k}_upper" in run and k not in norms]
@@ -497,7 +497,7 @@ def _table(
 ) -> Table:
     """A table with its caption and notes, without what is over samples where there is one."""
     samples = int(with_exact(ds).sum())
-    known = ds.attrs.get(TOLD)
+    known = ds.attrs.get(RATIO_TOLD)
     said, notes = known or (caption(ds), [*extra_notes(ds), *footnotes(ds, bounds)])
     spread = [f"{RANGE}: smallest to largest {mean} of a single sample"]
     if samples <= 1:
@@ -535,7 +535,7 @@ def _of_norms(ds: xr.Dataset, names: Sequence[str], bounds: Names = None) -> Tab
     labels = {"norm": [statistics.label_of(ds, name) for name in names]}
     shown = pd.DataFrame(labels | _of_each(ds, names))
     what = "numbers of weights" if of_weights_alone(ds) else "exact norm"
-    head = f"{'exact norms and their ratio' if TOLD in ds.attrs else what}{texts.over(ds)}"
+    head = f"{'exact norms and their ratio' if RATIO_TOLD in ds.attrs else what}{texts.over(ds)}"
     return _table(ds, numbers, shown, head=head, bounds=bounds)
 
 
@@ -607,7 +607,7 @@ def _by_place(ds: xr.Dataset, by: str, chosen: Names, reduce: str | float, value
     ends = (statistics.cells(ds, by, names, reduce, values, end) for end in (0, 1))
     low, high = (end.loc[table.index] for end in ends)
     column = {name: list(map(enclosed, low[name], high[name])) for name in table.columns}
-    exact = statistics.label_of(ds, "exact") if TOLD in ds.attrs else "exact norm"
+    exact = statistics.label_of(ds, "exact") if RATIO_TOLD in ds.attrs else "exact norm"
     norms = {exact.removesuffix(" norm"): column["exact"]} | _spread_columns(low, high, "exact")
     if of_weights_alone(ds):
         del norms["exact"]
