@@ -22,8 +22,10 @@ KNOWN = 1e-6
 LOOK = 3
 """Steps of power iteration between two looks at what it has shown, which cost as much."""
 SQUARED, FAR_SQUARED = 16, 1024
-"""Largest matrix whose Gram matrix is raised to the power 64 before power iteration: for small ones
-that is less work than the steps it saves, on a CPU and on other devices."""
+"""Largest matrix of which 64 steps of power iteration are taken at once, by powers of its Gram
+matrix: for small ones less work than looking between them, on a CPU and on other devices."""
+ROUNDS = 4
+"""Rounds of six squarings that an eigenvalue takes on other devices."""
 VECTOR_STEPS = 20_000
 """Steps of power iteration for a vector whose derivative is wanted, beyond that size."""
 
@@ -263,14 +265,14 @@ def _row_sum_norm(g: Tensor) -> Tensor:
     return torch.linalg.matrix_norm(g.tril() + g.tril(-1).mT, torch.inf)
 
 
-def top_eigenvalue(g: Tensor) -> Tensor:
+def top_eigenvalue(g: Tensor, rounds: int = ROUNDS) -> Tensor:
     """Return largest eigenvalues of positive semi-definite float64 matrices (..., n, n), (...).
 
     On the CPU an eigensolver's, or where it gives up bounds; on other devices, where it takes a
-    hundred times as long as products, upper values by `powers`.
+    hundred times as long as products, upper values by so many rounds of `powers`.
     """
     if g.device.type != "cpu":
-        return powers(g)[0]
+        return powers(g, rounds)[0]
     try:
         return torch.linalg.eigvalsh(g)[..., -1]
     except RuntimeError:  # LinAlgError
@@ -288,15 +290,16 @@ def top_eigenpair(g: Tensor) -> tuple[Tensor, Tensor]:
     return value, _unit_columns(torch.where((x == 0).all(-2, keepdim=True), 1.0, x))
 
 
-def powers(g: Tensor) -> tuple[Tensor, Tensor]:
+def powers(g: Tensor, rounds: int = ROUNDS) -> tuple[Tensor, Tensor]:
     """Return upper values of largest absolute eigenvalues by squaring, and the powers.
 
-    The Frobenius norm of the power 2^24, rooted back, is above the eigenvalue by a relative 2^-25
-    log n at most; rounding takes less from it than 2 (n + 12) units of the trace of a positive
-    semi-definite matrix: Lemma 53 (docs/theory/numerics.md).
+    The Frobenius norm of the power p = 64^rounds, rooted back, is above the eigenvalue by a
+    relative log n / (2 p) at most; rounding takes less from it than 2 (n + 12) units of the trace
+    of a positive semi-definite matrix: Lemma 53 (docs/theory/numerics.md).
 
     Args:
         g: symmetric float64 matrices, (..., n, n), of which the lower triangle counts.
+        rounds: of six squarings each, at most four.
 
     Returns:
         The values, (...), and multiples of the powers, (..., n, n): where the largest eigenvalue
@@ -305,7 +308,7 @@ def powers(g: Tensor) -> tuple[Tensor, Tensor]:
     g = g.tril() + g.tril(-1).mT
     value = g.abs().amax((-1, -2), keepdim=True).clamp_min(1e-300)
     power, share = g / value, 1.0
-    for _ in range(4):
+    for _ in range(rounds):
         size = torch.linalg.matrix_norm(power, keepdim=True).clamp_min(1e-300)
         value, power = value * size**share, torch.linalg.matrix_power(power / size, 64)
         share /= 64
@@ -325,16 +328,16 @@ def decomposed(g: Tensor) -> tuple[Tensor, Tensor]:
         return _row_sum_norm(g)[..., None].expand(g.shape[:-1]), eye.expand_as(g)
 
 
-def symmetric_norm(g: Tensor) -> Tensor:
+def symmetric_norm(g: Tensor, rounds: int = ROUNDS) -> Tensor:
     """Return largest eigenvalues of positive semi-definite matrices, rounded upwards, float64.
 
     (..., n, n) -> (...), zero at least; the lower triangle counts. What `top_eigenvalue` finds is
     enlarged until a Cholesky decomposition proves it, whose rounding is added: Lemma 74
-    (docs/theory/upper_values.md); on other devices by the rounding of `powers`. The derivative is
-    that of ``x^T g x`` at a top eigenvector x.
+    (docs/theory/upper_values.md); on other devices by the rounding of ``rounds`` of `powers`. The
+    derivative is that of ``x^T g x`` at a top eigenvector x.
     """
     fixed, largest, size, bad = ordinary(g)
-    value, x = top_eigenpair(fixed) if g.requires_grad else (top_eigenvalue(fixed), None)
+    value, x = top_eigenpair(fixed) if g.requires_grad else (top_eigenvalue(fixed, rounds), None)
     result = (_enlarged(fixed, largest, value) * size).masked_fill(bad, torch.nan)
     return result if x is None else with_derivative(result, (x.mT @ g.double() @ x)[..., 0, 0])
 
@@ -466,9 +469,11 @@ def _collatz_wielandt(flat: Tensor, rtol: float, max_steps: int) -> Routine[Tens
     active, part = torch.arange(len(flat), device=flat.device), flat
     y = torch.ones_like(flat[:, :1])  # rows: products with columns take several times as long
     if n <= (SQUARED if flat.device.type == "cpu" else FAR_SQUARED):
-        power = torch.linalg.matrix_power(flat.mT @ flat, 8)  # entries are at most n^16
+        power = torch.linalg.matrix_power(flat.mT @ flat, 4)  # entries are at most n^8
         power = power / power.amax((-1, -2), keepdim=True).clamp_min(1e-300)
-        y = (y @ torch.linalg.matrix_power(power, 8)).clamp_min(1e-14)
+        for _ in range(16):  # y is at most n^16
+            y = y @ power
+        y = y.clamp_min(1e-14)
     for step in range(max_steps):
         z = (y @ part.mT) @ part
         if step % LOOK == 0:
