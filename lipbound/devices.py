@@ -133,8 +133,8 @@ def available(device: torch.device) -> float:
     return free
 
 
-def require(needed: float, device: torch.device, what: str, instead: str) -> None:
-    """Refuse work that needs more than nine tenths of the free memory.
+def require(needed: float, device: torch.device, what: str, instead: str) -> float:
+    """Refuse work that needs more than nine tenths of the free memory, and return that, in bytes.
 
     Args:
         needed: in bytes.
@@ -149,6 +149,7 @@ def require(needed: float, device: torch.device, what: str, instead: str) -> Non
     if needed > 0.9 * free:
         sizes = f"{needed / 1e9:.3g} GB, and {free / 1e9:.3g} GB of memory are free"
         raise LipboundError(f"{what}, about {sizes}; {instead}")
+    return free
 
 
 def in_own_modes(function: Callable[P, T]) -> Callable[P, T]:

@@ -24,7 +24,7 @@ from lipbound.attention.variants import WITH_TOKEN_NORMS, titles
 from lipbound.bounds.ours.block_norms import ROW_BYTES, head_bytes, heads_at_once
 from lipbound.bounds.registry import get
 from lipbound.bounds.whole_layer_rules import whole_layer, with_output
-from lipbound.devices import on_cpu, resolve_device, side_by_side
+from lipbound.devices import available, on_cpu, resolve_device, side_by_side
 from lipbound.errors import CaptureError, LipboundError
 from lipbound.jacobians.maps import BLOCKS, WHOLE
 from lipbound.jacobians.spectral_norm import l2_spectral_norm, spectral_norm
@@ -104,8 +104,10 @@ class Memory:
             rows, keys = att.rows, att.keys
             layer = 3.5 * 8 * sum(w.numel() for w in (att.w_q, att.w_k, att.w_v))
             if "lipbound" in names:
-                own, near = head_bytes(att), att.device.type == "cpu"
-                own, most = att.heads * own, 4.0 * ROW_BYTES if near else heads_at_once(att) * own
+                own, most = head_bytes(att), 4.0 * ROW_BYTES
+                if att.device.type != "cpu":
+                    most = heads_at_once(att, available(att.device)) * own
+                own *= att.heads
         rows = att.samples * att.heads * rows
         kept, scores = 1.35 * whole_bytes(att.device), 1.35 * SCORE_BYTES * rows * keys
         return cls(layer, scores, 350.0 * rows * att.d_v, kept, own, most)

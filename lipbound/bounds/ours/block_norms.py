@@ -16,7 +16,7 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.rescaling import of_ordinary_size
 from lipbound.attention.rounding import TensorErrors, tensor_errors
 from lipbound.bounds.factors import norm_v, weight_grams
-from lipbound.devices import Room, Routine, available, finished, require, together
+from lipbound.devices import Room, Routine, finished, require, together
 from lipbound.jacobians.rounding import Mixing, distance, tensor_error
 from lipbound.linalg.matrix_norms import block_norm, gamma, times_power_up, upper_factor
 
@@ -55,10 +55,13 @@ def head_bytes(att: Attention) -> float:
     return max(att.rows, att.keys) * (500.0 * att.keys + 32 * att.d_v * max(att.d, att.d_v))
 
 
-def heads_at_once(att: Attention) -> int:
-    """Return how many heads are worked on at a time, on other devices those of several samples."""
+def heads_at_once(att: Attention, free: float) -> int:
+    """Return how many heads are worked on at a time, on other devices those of several samples.
+
+    There, as many as fit half of the free bytes.
+    """
     if att.device.type != "cpu":
-        return max(1, int(min(FAR_BYTES, available(att.device) / 2) / head_bytes(att)))
+        return max(1, int(min(FAR_BYTES, free / 2) / head_bytes(att)))
     return max(1, CHUNK // (8 * att.tokens * max(att.d_v * max(att.d, att.d_v), att.tokens)))
 
 
@@ -101,8 +104,8 @@ def in_chunks(
     most = (MATRICES + att.heads) * 8.0 * max(att.rows, att.keys) ** 2
     kind = f" of heads with {', '.join(sorted(att.variants))}" if att.variants else ""
     what = f"our bounds{kind} at {att.tokens} tokens need matrices over all their pairs"
-    require(most, att.device, what, "measure shorter inputs, or name other bounds")
-    step = heads_at_once(att)
+    free = require(most, att.device, what, "measure shorter inputs, or name other bounds")
+    step = heads_at_once(att, free)
     chunks = [slice(h, min(att.heads, h + step)) for h in range(0, att.heads, step)]
     rows, factors = [], torch.tensor(reach, dtype=torch.float64, device=att.device)
     many = max(1, step // att.heads) if several and att.device.type != "cpu" else 1

@@ -28,7 +28,13 @@ from lipbound.bounds.registry import bound
 from lipbound.bounds.statement import Bound
 from lipbound.bounds.whole_layer_rules import with_folded
 from lipbound.devices import Routine, require
-from lipbound.linalg.matrix_norms import gamma, matrix_norm, nonnegative_routine, symmetric_norm
+from lipbound.linalg.matrix_norms import (
+    gamma,
+    matrix_norm,
+    nonnegative_routine,
+    singular_pair,
+    symmetric_norm,
+)
 
 PARTS: dict[str, Any] = {"condition": conditions.always, "layer": with_folded, "longest": longest}
 """Facts that are the same for every formula of our bounds, whatever the heads have."""
@@ -70,9 +76,8 @@ def _shares(att: Attention, terms: Callable[[Attention], dict[str, Tensor]]) -> 
     found: dict[str, list[Tensor]] = {}
     for sample, *_ in samples_of(att):
         parts = terms(sample)
-        u, _, vh = torch.linalg.svd(torch.stack(list(parts.values())).sum(0))
-        left, right = u[..., None, :, 0], vh[..., 0, :, None]
-        forms = {name: (left @ term @ right)[..., 0, 0] for name, term in parts.items()}
+        left, right = singular_pair(torch.stack(list(parts.values())).sum(0))
+        forms = {name: (left.mT @ term @ right)[..., 0, 0] for name, term in parts.items()}
         whole = torch.stack(list(forms.values())).sum(0)
         for name, form in forms.items():
             share = torch.where(whole > 0, form / torch.where(whole > 0, whole, 1.0), 0.0)
