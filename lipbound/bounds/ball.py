@@ -412,11 +412,13 @@ def largest_a(att: Attention) -> Tensor:
     of = torch.cat([of, of.conj()])[:, None]  # either order of the two tokens
     off = off.repeat(2) * (1 + 1e-14) + 1e-15 * att.rotation.norm**2
     both, found = factors.norm_q(att) * factors.norm_k(att), []
+    f_q, f_k = (upper_factor(w)[0] for w in (att.w_q, att.w_k))
+    lost = torch.linalg.matrix_norm(f_q) * torch.linalg.matrix_norm(f_k)
+    lost = gamma(att.d + 12) * att.rotation.norm**2 * lost
     for h in range(att.heads):
-        r_q, r_k = (torch.linalg.qr(w[h].double(), mode="r").R for w in (att.w_q, att.w_k))
-        apart = turned(r_k.expand(len(of), -1, -1), of.real, of.imag)
-        found.append((block_norm(r_q @ apart.mT, squarings=4) + off * both[h]).amax())
-    return (abs(att.scale) * torch.stack(found)).minimum(whole)
+        apart = turned(f_k[h].expand(len(of), -1, -1), of.real, of.imag)
+        found.append((block_norm(f_q[h] @ apart.mT, squarings=4) + off * both[h]).amax())
+    return (abs(att.scale) * (torch.stack(found) + lost)).minimum(whole)
 
 
 @in_own_modes
