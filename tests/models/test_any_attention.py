@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers as tf
 from support.models import BART, GATED, IDS, IMAGE, LATENT, LLAMA, NARROW, SMALL, T5, TEXT, build
-from support.modules import Maps, before, given_to, joined, maps, norms, sdpa, split
+from support.modules import Maps, before, given_to, joined, maps, norms, own_norms, sdpa, split
 from support.modules import check as checked
 from support.versions import marked, newer_transformers
 from torch import Tensor, nn
@@ -33,6 +33,10 @@ MOSHI = {**NARROW, "head_dim": 6, "ffn_dim": 32, "sliding_window": 40}
 MOSHI.pop("intermediate_size")
 XLM = {"vocab_size": 60, "emb_dim": 24, "n_layers": 2, "n_heads": 4, "max_position_embeddings": 32}
 LONGFORMER = {**TEXT, "num_hidden_layers": 1, "attention_window": [4]}
+GROUPED = {**TEXT, "hidden_size": 32, "num_hidden_layers": 1, "head_dim": 16, "q_lora_rank": 12}
+GROUPED |= {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2}
+GROUPED |= {"layer_types": ["sliding_attention"], "mlp_layer_types": ["moe"]}
+GROUPED |= {"o_groups": 2, "o_lora_rank": 8, "hc_mult": 2}
 SPARSE = {**LATENT, "index_topk": 4, "index_head_dim": 8, "index_n_heads": 2}
 XLNET = {"vocab_size": 60, "d_model": 24, "n_layer": 1, "n_head": 4, "d_inner": 32}
 DEBERTA = {**TEXT, "num_hidden_layers": 1, "relative_attention": True, "pos_att_type": "p2c|c2p"}
@@ -247,6 +251,7 @@ LACKING = {
     "T5": "the softmax of its module is in float32",
     "blocks of tokens": "the softmax of its module is in float32",
     "chosen keys": "there is no DeepSeek V3.2",
+    "groups of heads": "there is no DeepSeek V4",
     "gated": "Qwen3-Next must have linear attention",
     "differences of heads": "DiffLlama has both in one",
 }
@@ -279,6 +284,7 @@ CASES: dict[str, Case] = {
     "DeBERTa": made("DebertaV2", "", AUTOMATIC, DEBERTA),
     "Wav2Vec2-BERT": made("Wav2Vec2Bert", "linear_out", AUTOMATIC, CONFORMER, input_features=X),
     "latent": made("DeepseekV3", "o_proj", CLOSED, LATENT),
+    "groups of heads": made("DeepseekV4", "o_a_proj", AUTOMATIC, GROUPED),
     "gated": made("Qwen3Next", "o_proj", CLOSED, GATED),
     "sub-norms": made("BitNet", "o_proj", AUTOMATIC, LLAMA_1),
     "differences of heads": made("DiffLlama", "o_proj", AUTOMATIC, LLAMA_1),
@@ -291,23 +297,6 @@ CASES: dict[str, Case] = {
 
 def wide(inputs):
     return {name: t.double() if t.is_floating_point() else t for name, t in inputs.items()}
-
-
-def dense_norms(model, name, inputs, projection, stream, heads):
-    """Norms of heads at the first sample (or window), which alone moves, by autograd."""
-    given, module = given_to(model, name, inputs), model.get_submodule(name)
-    tensors = [key for key, t in given.items() if isinstance(t, Tensor) and t.ndim == 3]
-    memory = next((k for k in tensors if k in ("key_value_states", "encoder_hidden_states")), "")
-    x = given[memory if stream == "memory" else tensors[0]]
-
-    def run(first):
-        moved = torch.cat([first, x[1:].detach()])
-        return module(**{key: moved if t is x else t for key, t in given.items()})
-
-    of_heads = before(module.get_submodule(projection), run, heads) if projection else None
-    return norms(
-        lambda t: of_heads(t)[0] if of_heads else run(t)[0][0].unflatten(-1, (heads, -1)), x[:1]
-    )
 
 
 @pytest.mark.parametrize("side", ["encoder", "decoder"])
@@ -336,7 +325,7 @@ def test_modules_that_keep_their_precision_to_eight_digits(case):
         att = layer.attention
         assert type(att) is (Attention if closed else lb.ModuleAttention)
         assert att.variants == what if isinstance(what, set) else what in att.reason
-        expected = dense_norms(model, "", wide(inputs), "out", att.perturbed, 4)
+        expected = own_norms(model, "", wide(inputs), "out", att)
         # less rounding, in closed form
         check(att, expected, tol=1e-10 if closed else 1e-9, rtol=1e-6 if closed else 1e-8)
         upper = lb.spectral_norm(att, tol=1e-9, delta=1e-6).upper[0]
@@ -362,8 +351,7 @@ def test_norms_are_those_of_the_models_own_module(case):
     for layer in found:
         att = layer.attention
         assert att.heads == (2 if case == "differences of heads" else 4)
-        of = layer.name, wide(inputs), projection, att.perturbed, att.heads
-        expected = dense_norms(model, *of)
+        expected = own_norms(model, layer.name, wide(inputs), projection, att)
         norm = lb.spectral_norm(att, tol=1e-9, delta=1e-6)
         rtol = 1e-8 if case == "talking heads" else 2e-6
         torch.testing.assert_close(norm.lower[0], expected, rtol=rtol, atol=0)
@@ -450,7 +438,7 @@ def test_windows_of_pictures(kind):
         att = layer.attention
         assert isinstance(att, Attention) == (kind == "closed")
         assert (layer.windows, att.samples, att.tokens) == (4, 8, 16)
-        check(att, dense_norms(model, layer.name, inputs, "o_proj", "input", 2), rtol=2e-6)
+        check(att, own_norms(model, layer.name, inputs, "o_proj", att), rtol=2e-6)
 
 
 def test_random_numbers_are_the_same_in_every_pass():

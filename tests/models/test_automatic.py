@@ -7,11 +7,10 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers as tf
 from support.checks import refused
-from support.models import WIDE, build
-from support.modules import before, given_to, joined, norms, sdpa
+from support.models import build
 from support.modules import check as checked
+from support.modules import joined, norms, sdpa
 from support.modules import split as of_heads
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -194,25 +193,6 @@ def test_heads_are_those_that_attention_returns(act, interleaved):
             assert ("part of them" in repr(att)) == (act != "nothing")
         else:
             assert ("gate" in att.variants) == (act == "gate")
-
-
-@pytest.mark.skipif(not hasattr(tf, "DeepseekV4Model"), reason="an older transformers")
-def test_groups_of_heads_that_are_projected_apart():
-    sizes = {**WIDE, "num_hidden_layers": 1, "head_dim": 16, "q_lora_rank": 12, "hc_mult": 2}
-    sizes |= {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2}
-    sizes |= {"layer_types": ["sliding_attention"], "mlp_layer_types": ["moe"]}
-    sizes |= {"o_groups": 2, "o_lora_rank": 8}
-    model = build(lambda: tf.DeepseekV4Model(tf.DeepseekV4Config(**sizes))).double()
-    model.set_experts_implementation("eager")
-    ids = torch.arange(3, 11)[None]
-    (layer,) = Capturer(model).run({"input_ids": ids})
-    att = layer.attention
-    assert (att.heads, att.d_v, att.tokens) == (4, 16, 8)
-    model.set_attn_implementation("eager")
-    module, name = model.layers[0].self_attn, "layers.0.self_attn"
-    given = given_to(model, name, {"input_ids": ids})
-    heads = before(module.o_a_proj, lambda x: module(**{**given, "hidden_states": x}), 2)
-    check(att, norms(lambda x: heads(x).reshape(8, 4, 16), given["hidden_states"]))
 
 
 DETACHED: dict[str, Callable[[Tensor], Tensor]] = {

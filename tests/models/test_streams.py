@@ -9,7 +9,7 @@ import torch
 import transformers as tf
 from support import models
 from support.models import AFFINE, IDS, LLAMA, MODERN, SEQ2SEQ, TEXT, build, inputs_for
-from support.modules import QKV, before, check, given_to, joined, norms
+from support.modules import QKV, check, joined, own_norms
 from support.oracles import oracle
 from support.versions import newer_transformers
 from torch import Tensor, nn
@@ -60,22 +60,6 @@ def told(model, inputs, words):
         return lb.capture(model, inputs)
 
 
-def dense_norms(model, inputs, name, projection, count):
-    """Of the heads of a module at the first tokens of the second sample, by autograd through the
-    model's eager attention."""
-    model.set_attn_implementation("eager")
-    owner, given = model.get_submodule(name), given_to(model, name, inputs)
-    masks = {k: t[1:] for k, t in given.items() if isinstance(t, Tensor) and len(t) == 2}
-    x = masks["hidden_states"][0]
-
-    def run(first):
-        tokens = torch.cat([first, x[count:]])[None]
-        with Wide():
-            owner(**{**given, **masks, "hidden_states": tokens})
-
-    return norms(lambda x: before(owner.get_submodule(projection), run)(x)[0, :count], x[:count])
-
-
 @pytest.mark.parametrize("real", [9, 7], ids=["no mask of the decoder", "a mask of the decoder"])
 @pytest.mark.parametrize("family", SELF_ATTENTION)
 def test_a_decoder_has_its_own_padding(family, real):
@@ -87,7 +71,9 @@ def test_a_decoder_has_its_own_padding(family, real):
     encoder, decoder = lb.capture(model, inputs, layers=[0, 1])
     assert encoder.lengths.tolist() == [9, 4]
     assert decoder.lengths.tolist() == [9, real]
-    expected = dense_norms(model, inputs, name, projection, real)
+    model.set_attn_implementation("eager")
+    with Wide():
+        expected = own_norms(model, name, inputs, projection, decoder, sample=1)
     check(decoder, expected, sample=1, rtol=1e-6, delta=1e-6)
     upper = lb.spectral_norm(decoder, tol=1e-9, delta=1e-6).upper[1]
     assert bool((upper >= expected * (1 - 1e-9)).all())

@@ -61,6 +61,30 @@ def given_to(model: nn.Module, name: str, inputs: dict[str, Tensor]) -> dict[str
     return arguments | dict.fromkeys(caches & arguments.keys())
 
 
+def own_norms(
+    model: nn.Module, name: str, inputs: Any, projection: str, att: Any, sample: int = 0
+) -> Tensor:
+    """Norms of the heads of a captured module's own eager pass at a sample (or window), whose
+    tokens alone move, without its padding, by autograd."""
+    given, module = given_to(model, name, inputs), model.get_submodule(name)
+    tensors = [key for key, t in given.items() if isinstance(t, Tensor) and t.ndim == 3]
+    memory = next((k for k in tensors if k in ("key_value_states", "encoder_hidden_states")), "")
+    crossed, count = att.perturbed == "memory", int(att.lengths[sample])
+    x = given[memory if crossed else tensors[0]]
+
+    def run(first: Tensor) -> Any:
+        moved = x.detach().clone()
+        moved[sample, :count] = first
+        return module(**{key: moved if t is x else t for key, t in given.items()})
+
+    def of_heads(first: Tensor) -> Tensor:
+        owner = module.get_submodule(projection)
+        made = before(owner, run, 1)(first) if projection else run(first)[0]
+        return made[sample, : None if crossed else count].flatten(1).unflatten(-1, (att.heads, -1))
+
+    return norms(of_heads, x[sample, :count])
+
+
 def check(
     att: Any, expected: Tensor, *, rtol: float, sample: int | slice = 0, **options: Any
 ) -> None:
