@@ -3,8 +3,8 @@
 import pytest
 import torch
 import transformers as tf
-from support.models import AFFINE, IMAGE, LLAMA, MODERN, TEXT, build, inputs_for, own_heads
-from support.modules import check, norms
+from support.models import AFFINE, IMAGE, LLAMA, MODERN, TEXT, build, inputs_for, wide
+from support.modules import check, own_norms
 from support.oracles import capture_error
 from support.reference import dense_jacobian
 from support.versions import marked, newer_transformers
@@ -222,8 +222,9 @@ def test_jacobian_is_that_of_the_models_own_module(family):
     """Dense SVD of autograd through the model's eager attention module, in float64, against ours;
     every sound bound is above it."""
     model = build(ALL[family]).double()
-    att, heads = own_heads(model, 1)
-    sigma = norms(heads, att.x[0])
+    inputs = wide(inputs_for(model))
+    (layer,) = Capturer(model, [1]).run(inputs)
+    att, sigma = layer.attention, own_norms(model, layer.name, inputs, layer.attention)
     check(att, sigma, rtol=1e-6)
     own = [torch.linalg.matrix_norm(dense_jacobian(att, 0, h), 2) for h in range(att.heads)]
     torch.testing.assert_close(torch.stack(own), sigma, rtol=1e-6, atol=0)

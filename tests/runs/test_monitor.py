@@ -18,8 +18,8 @@ import zarr
 from filelock import FileLock, Timeout
 from support import trainers
 from support.commands import refused
-from support.models import AFFINE, GPT2, build, inputs_for, own_heads
-from support.modules import norms
+from support.models import AFFINE, GPT2, build, inputs_for
+from support.modules import own_norms
 from support.trainers import NO_DROPOUT
 from torch import nn
 
@@ -65,10 +65,11 @@ def own(model):
     that says of itself: (samples, layers, heads) each."""
     exact, logit = torch.zeros(2, 2, 4).double(), torch.zeros(2, 2, 4).double()
     hidden = torch.ones(9, 9, dtype=torch.bool).triu(1)
+    eager, inputs = copy.deepcopy(model).double().eval(), {"input_ids": IDS}
+    layers = lb.capture(eager, inputs)
     for s, i in np.ndindex(2, 2):
-        eager = copy.deepcopy(model).double().eval()
-        att, heads = own_heads(eager, i, {"input_ids": IDS}, s)
-        exact[s, i] = norms(heads, att.x[s])
+        att = layers[i]
+        exact[s, i] = own_norms(eager, f"transformer.h.{i}.attn", inputs, att, s)
         scores = (att.scale * att.q[s] @ att.k[s].mT).masked_fill(hidden, -torch.inf)
         logit[s, i] = scores.amax((-1, -2))
     with torch.no_grad():
