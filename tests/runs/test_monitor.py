@@ -20,7 +20,7 @@ from support import trainers
 from support.commands import refused
 from support.models import AFFINE, GPT2, build, inputs_for
 from support.modules import own_norms
-from support.trainers import NO_DROPOUT
+from support.trainers import IDS, NO_DROPOUT, RATE, train
 from torch import nn
 
 import lipbound as lb
@@ -30,27 +30,10 @@ from lipbound.runs.monitor import logged_numbers
 from lipbound.runs.store import at_step
 from lipbound.schema import STATISTICS
 
-IDS = torch.randint(3, 60, (2, 9), generator=torch.Generator().manual_seed(0))
-RATE = 0.5
-
 
 def decoder(**options):
     """A small GPT-2 in training mode."""
     return trainers.decoder(**options).train()
-
-
-def train(model, steps, before=lambda step: None):
-    """Train by a plain loop, with dropout where the model has it.
-
-    By SGD: Adam would make steps of rounding, since biases of keys have no gradient.
-    """
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    for step in range(steps):
-        before(step)
-        loss = model(input_ids=IDS, labels=IDS).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def measured(monitor, step):

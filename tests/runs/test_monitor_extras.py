@@ -13,8 +13,7 @@ import torch
 from support import trainers
 from support.commands import refused
 from support.models import AFFINE, GPT2, MODERN, build, inputs_for
-from support.trainers import NO_DROPOUT
-from torch import Tensor
+from support.trainers import IDS, NO_DROPOUT, train
 
 import lipbound as lb
 from lipbound.errors import Notice
@@ -23,18 +22,7 @@ from lipbound.reporting.labels import run_caption, step_words
 from lipbound.runs.checksums import edited
 from lipbound.schema import OF_WEIGHTS
 
-IDS = torch.randint(3, 60, (2, 9), generator=torch.Generator().manual_seed(0))
 NAMES = [*OF_WEIGHTS, "batch_logit"]
-
-
-def update(model: Any, ids: Tensor = IDS, rate: float = 0.5) -> None:
-    """One step of SGD."""
-    model(input_ids=ids, labels=ids).loss.backward()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter -= rate * parameter.grad
-    model.zero_grad()
 
 
 def of_gpt2(model: Any) -> dict[str, np.ndarray]:
@@ -63,15 +51,18 @@ def of_gpt2(model: Any) -> dict[str, np.ndarray]:
 def test_extras_between_norms_are_those_of_the_weights(tmp_path: Path) -> None:
     model, path, truth = trainers.decoder(**NO_DROPOUT).train(), tmp_path / "run.zarr", []
     logged: dict[int, dict[str, float]] = {}
+    expected: list[Any] = []
     how: Any = {"extras": list(OF_WEIGHTS), "log": lambda said, at: logged.__setitem__(at, said)}
     monitor = lb.Monitor(model, IDS, every=3, extras_every=1, out=path, bounds=["lipbound"], **how)
-    for step in range(9):
+
+    def before(step: int) -> None:
         monitor.step(step)
         truth.append(of_gpt2(model))
         if step == 6:
             alone = lb.Monitor(model, IDS, every=3, extras=list(OF_WEIGHTS), bounds=["lipbound"])
-            expected = alone.step(6)
-        update(model)
+            expected.append(alone.step(6))
+
+    train(model, 9, before)
     run = monitor.run
     assert run["step"].values.tolist() == list(range(9))
     for step in range(9):
@@ -86,8 +77,7 @@ def test_extras_between_norms_are_those_of_the_weights(tmp_path: Path) -> None:
         first = float(truth[step]["wqk_norm"][0].max())
         assert logged[step]["lipbound/layer_0/wqk_norm_max"] == pytest.approx(first, rel=2e-6)
         assert ("lipbound/layer_0/exact_max" in logged[step]) == (step % 3 == 0)
-    assert expected is not None
-    assert run.sel(step=6).drop_attrs().equals(expected.drop_attrs())
+    assert run.sel(step=6).drop_attrs().equals(expected[0].drop_attrs())
     assert edited(run) is False
     stored = lb.load(path, damaged="refuse")  # up to the last norms
     assert stored.identical(run.isel(step=slice(0, 7)).assign_attrs(stored.attrs))
@@ -98,9 +88,7 @@ def test_extras_between_norms_are_those_of_the_weights(tmp_path: Path) -> None:
 def test_what_is_shown_says_which_steps_have_norms(tmp_path: Path) -> None:
     model = trainers.decoder(**NO_DROPOUT).train()
     monitor = lb.Monitor(model, IDS, every=4, extras_every=1, extras=["wqk_norm"])
-    for step in range(7):
-        monitor.step(step)
-        update(model)
+    train(model, 7, monitor.step)
     run = monitor.run
     assert step_words(run) == "at 7 steps of training from 0 to 6 (with norms at 2 of them)"
     assert "after 4 steps of training" in run_caption(run)  # the last that has norms
@@ -197,9 +185,7 @@ def test_a_training_does_not_notice_that_its_logits_are_seen() -> None:
     monitor = lb.Monitor(watched, IDS, every=5, extras_every=1, extras=NAMES)
     for model, before in ((alone, lambda step: None), (watched, monitor.step)):
         torch.manual_seed(1)
-        for step in range(4):
-            before(step)
-            update(model)
+        train(model, 4, before)
     mine, theirs = watched.state_dict(), alone.state_dict()
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
     monitor.step(5)
@@ -209,7 +195,7 @@ def test_a_training_does_not_notice_that_its_logits_are_seen() -> None:
     del monitor, before
     gc.collect()
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in watched.modules())
-    update(copied)
+    train(copied, 1)
 
 
 def test_what_cannot_be_watched() -> None:
