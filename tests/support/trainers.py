@@ -28,7 +28,7 @@ def decoder(**options: Any) -> Any:
 
 
 def train(model: Any, steps: int, before: Callable[[int], Any] = lambda step: None) -> None:
-    """Train by a plain loop, with dropout where the model has it; ``before`` each step a call.
+    """Train by a plain loop, with dropout where the model has it; ``before`` is called every step.
 
     By SGD: Adam would make steps of rounding, since biases of keys have no gradient.
     """
