@@ -194,11 +194,16 @@ def test_one_model_has_streams_of_text_and_images():
     parts = {"text_config": {**TEXT, "num_hidden_layers": 1}, "projection_dim": 8}
     parts["vision_config"] = {**models.IMAGE, "num_hidden_layers": 1}
     model = build(lambda: tf.CLIPModel(tf.CLIPConfig(**parts)))
+    model.set_attn_implementation({"text_config": "eager", "vision_config": "sdpa"})
     g, real = torch.Generator().manual_seed(0), torch.tensor([[17], [10]])
     inputs = {"input_ids": torch.randint(3, 60, (2, 17), generator=g)}
     inputs["attention_mask"] = (torch.arange(17) < real).long()
     inputs["pixel_values"] = torch.randn(2, 3, 16, 16, generator=g)
+    model.train().text_model.eval()
     assert sorted(layer.lengths.tolist() for layer in silent(model, inputs)) == [[17, 10], [17, 17]]
+    towers = model.config.text_config, model.config.vision_config
+    assert [one._attn_implementation for one in towers] == ["eager", "sdpa"]
+    assert (model.training, model.text_model.training) == (True, False)
 
 
 def test_a_text_that_was_seen_before_changes_nothing():
