@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.ball_ascent import Heads, climb, small_layer, unit
+from support.ball_ascent import climb, small_layer, unit
 from support.checks import close, normal, refused
 from support.layers import HARD, KINDS, causal, changed, random_attention
 from support.oracles import dense_jacobians, oracle
@@ -403,8 +403,9 @@ def test_queries_that_all_move_the_worst_way_stay_below(seed, ball):
 @pytest.mark.parametrize("kind", HARD)
 def test_sums_over_pairs_are_those_of_dense_matrices(kind):
     one = random_attention(kind).unpadded(1)
-    centre, heads = Centre(one), Heads(one)
-    p, apart, qt, kt, _ = heads.parts(heads.x)
+    centre, p, v = Centre(one), one.p[0], one.v[0]
+    apart = v[:, None] - (p @ v)[:, :, None]  # values less outputs
+    qt, kt = one.scale * one.q[0] @ one.w_k.mT, one.scale * one.k[0] @ one.w_q.mT
     near, weights = kt[:, None] - (p @ kt)[:, :, None], p.sqrt()
     for found, vectors in (
         (centre.values(weights)[..., 0], weights.sqrt()[..., None] * apart),
