@@ -195,14 +195,6 @@ def one(bert):
     return lb.compare(bert, SENTENCE, layers=1, device=device, dtype=torch.float32, **QUICK)
 
 
-def test_a_sentence_is_data_like_a_list_of_it(bert, one):
-    assert one.sizes == {"sample": 1, "layer": 1, "head": 4}
-    assert one.attrs["data"] == f"the text {SENTENCE!r}"
-    listed = lb.compare(bert, [SENTENCE], layers=[1], **QUICK)
-    assert one.drop_attrs().equals(listed.drop_attrs())
-    assert lb.verify(one, places=1).ok
-
-
 def test_data_that_is_nearly_right(bert, one):
     tokens = lb.load_checkpoint(bert).tokenizer()([SENTENCE])
     for given in (

@@ -25,6 +25,8 @@ WITHOUT = random_attention("plain", w_o=False)
 ONES = torch.ones(2, ATT.tokens, dtype=torch.float64)
 P = torch.ones(1, 1, 2, 2)
 NO_MODELS: list[Any] = ["bert", None, torch.ones(2)]
+ROTARY = "c_attn, qkv; with rotary positions or shared keys take JaSMin"
+SEES = Specformer(1, 1, 1), lambda model: lb.attention_layers(model).__enter__()
 VALUES = xr.DataArray(np.ones(2), dims="length", coords={"length": [10, 12]})
 Call = Callable[[], Any]
 
@@ -87,6 +89,7 @@ PENALTIES: list[tuple[Call, str]] = [
     (lambda: ExactNorm()([torch.ones(2)]), "ExactNorm"),
     (lambda: Specformer(0, 0, 0)(build(AFFINE["bert"])), "nothing to penalise"),
     (lambda: projections(torch.nn.Linear(2, 2)), "projections called query/key/value, "),
+    *((lambda f=f: f(lb.load_checkpoint("builtin:llama").model), ROTARY) for f in SEES),
     *((partial(Specformer(1, 1, 1), x), "give a loaded transformers model") for x in NO_MODELS),
     *((partial(SoundPenalty(), x), "attention_layers") for x in NO_MODELS),
 ]
