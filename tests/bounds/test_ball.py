@@ -266,10 +266,7 @@ def test_degenerate_layers(kind, ball):
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize(
-    "has",
-    [*SINGLE, "norm rotation sinks", "together rotation cap"],
-)
+@pytest.mark.parametrize("has", [*SINGLE, "norm rotation sinks", "together rotation cap"])
 @pytest.mark.parametrize("mask", ["none", "padded"])
 def test_gradients_are_those_of_the_norm(has, mask):
     """Of u^T J(X) v at the top singular pair, against differences of norms of dense Jacobians."""

@@ -17,11 +17,7 @@ from lipbound.attention.layer import Attention
 from lipbound.bounds import get
 from lipbound.errors import CaptureError
 from lipbound.models.capture.capture import capture
-from lipbound.models.training import (
-    attention_layers,
-    attention_probabilities,
-    projections,
-)
+from lipbound.models.training import attention_layers, attention_probabilities, projections
 from lipbound.regularizers.penalties import ExactNorm, JaSMin, SoundPenalty, Specformer
 
 

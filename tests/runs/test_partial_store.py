@@ -13,12 +13,7 @@ import lipbound as lb
 from lipbound.errors import CheckpointError, Notice, StoreError
 from lipbound.runs.config import RunConfig
 from lipbound.runs.measure import work
-from lipbound.runs.store import (
-    CONFIGURATION,
-    LayerResult,
-    PartialRun,
-    partial_path,
-)
+from lipbound.runs.store import CONFIGURATION, LayerResult, PartialRun, partial_path
 
 DAMAGED = "damaged blocks in .* are measured again: 1 of 5"
 
