@@ -1,7 +1,6 @@
 """Arguments of wrong types and out of range in Python: a LipboundError of one sentence each; nearly
 right ones are accepted."""
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +25,6 @@ WRONG |= {"object": object(), "path": Path("x"), "function": print, "complex": 1
 WRONG |= {"slice": slice(1)}
 UNNAMED = set("of get at names for load prepare bounds".split())
 ATT = random_attention("plain")
-Cases = list[tuple[str, Callable[[], object]]]
 
 
 def each(name, call, *right):

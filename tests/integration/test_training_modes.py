@@ -5,9 +5,7 @@ import functools
 import multiprocessing
 import os
 import socket
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +15,7 @@ from support.versions import newer_torch
 
 from lipbound.regularizers import ExactNorm, JaSMin, SoundPenalty, Specformer
 
-PENALTIES: dict[str, Any] = {
+PENALTIES = {
     "none": lambda: None,
     "jasmin": JaSMin,
     "mean": lambda: JaSMin(3, "mean"),
@@ -26,7 +24,6 @@ PENALTIES: dict[str, Any] = {
     "exact": lambda: ExactNorm(tol=1e-6),
 }
 STRENGTH = 0.5
-Plain = Callable[[str], dict[str, Any]]
 
 
 def trained(name, folder, size=4, **options):

@@ -2,7 +2,6 @@
 transformers' interface, torch's function or by hand, in closed form or through the module."""
 
 import itertools
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -222,7 +221,7 @@ class Around(nn.Module):
 OTHER_POSITIONS = "or differently at each position"
 PRODUCTS = "adds other products of its tokens to its scores"
 RELATIVE = itertools.product((False, True), repeat=2)
-EXACT: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor], set[str] | str]] = {
+EXACT = {
     "everything": (Everything, {"x": X}, {"qk_norm", "value_norm", "gate"}),
     "a gate a head": (lambda: Everything(True), {"x": X}, {"qk_norm", "value_norm", "gate"}),
     "normalised values": (NormalisedValues, {"x": X}, {"qk_norm", "value_norm"}),
@@ -246,7 +245,6 @@ EXACT: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor], set[str] | st
 }  # fmt: skip
 """Modules and inputs, and what is done to queries, keys and values, or why there is no closed form:
 positions that act on queries, keys or scores otherwise than by a rotation or a mask."""
-Case = tuple[Callable[[], nn.Module], dict[str, Tensor], str]
 LACKING = {
     "T5": "the softmax of its module is in float32",
     "blocks of tokens": "the softmax of its module is in float32",
@@ -269,7 +267,7 @@ def made(name, measured, options, **inputs):
 
 
 CLOSED, AUTOMATIC = "closed form", "automatic"
-CASES: dict[str, Case] = {
+CASES = {
     "T5": made("T5", "both", T5, **WORDS, decoder_input_ids=IDS_7),
     "BART": made("Bart", "both", BART, **WORDS, decoder_input_ids=IDS_7),
     "BLOOM": made("Bloom", CLOSED, BLOOM),

@@ -4,7 +4,6 @@ of what is not there."""
 import json
 import shutil
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +16,6 @@ import lipbound as lb
 from lipbound.bounds.audit import audit, missing
 from lipbound.errors import AlteredRunError, DamagedRunWarning, StoreError
 from lipbound.runs.checksums import faults
-
-Change = Callable[[Path], None]
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +76,7 @@ def text(name, content):
 EVERYWHERE = "its numbers at every sample and layer are not those that were computed"
 HERE = "its numbers at sample 1 layer 0 are not those that were computed"
 UNREAD = "a part of it cannot be read"
-DAMAGE: list[tuple[Change, str]] = [
+DAMAGE = [
     *((without_chunk(name), EVERYWHERE) for name in ("yudin", "exact_upper", "layer_name")),
     *((without_chunk(name), EVERYWHERE) for name in ("checksum", "head", "length", "exact")),
     *((without_chunk(name), "those that were comp") for name in ("yudin_sound", "layer", "sample")),
