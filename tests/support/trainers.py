@@ -8,6 +8,7 @@ import torch
 import transformers as tf
 from support.models import GPT2, build
 
+from lipbound.regularizers import ExactNorm, JaSMin, SoundPenalty, Specformer
 from lipbound.regularizers.trainer import PenaltyMixin
 
 IDS = torch.randint(3, 60, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -15,6 +16,15 @@ IDS = torch.randint(3, 60, (2, 9), generator=torch.Generator().manual_seed(0))
 RATE = 0.5
 LENGTHS = (9, 6, 4, 9)
 NO_DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+
+
+PENALTIES: dict[str, Callable[[], Any]] = {
+    "max": JaSMin,
+    "mean": lambda: JaSMin(3, "mean"),
+    "specformer": lambda: Specformer(0.1, 0.2, 0.3, steps=300),
+    "sound": SoundPenalty,
+    "exact": lambda: ExactNorm(tol=1e-6),
+}
 
 
 class SmallTrainer(PenaltyMixin, tf.Trainer):
