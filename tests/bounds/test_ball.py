@@ -18,7 +18,6 @@ from support.strategies import examples, part
 from support.variants import MASKS, layer
 
 import lipbound as lb
-from lipbound.attention.variants.qk_norm import QKNorm
 from lipbound.attention.variants.rotary import Rotation
 from lipbound.bounds import ball as over_balls
 from lipbound.bounds.ball import CERTIFIED_TOL, Centre
@@ -473,7 +472,6 @@ def test_the_layer_at_other_inputs():
     for bare in (att.without_biases(), random_attention("biases").without_biases()):
         assert bare.b_q is bare.b_k is bare.b_v is None
     bare = att.without_biases()
-    assert isinstance(bare.norm_q, QKNorm)
     assert bare.norm_q.over[1] is None
     # normalised without biases
     sizes = [float(one.q[0].abs().max()) for one in (bare.at(2 * att.x), bare)]

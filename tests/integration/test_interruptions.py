@@ -62,7 +62,6 @@ class Command:
     def ended(self):
         """Status and standard error."""
         self.process.join(60)
-        assert self.process.exitcode is not None
         return self.process.exitcode, self._err.read_text()
 
 
@@ -228,7 +227,6 @@ def test_a_command_ends_with_one_line(sign):
     """
     how = "alone" if sign == signal.SIGTERM else "both"
     with python("-c", textwrap.dedent(script), how) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         status, err, _ = interrupt(process, sign)
     assert (status, err) == (130, "interrupted: what there is\n")

@@ -36,13 +36,6 @@ def decoder(**options):
     return trainers.decoder(**options).train()
 
 
-def measured(monitor, step):
-    """The run at a step that is due."""
-    ds = monitor.step(step)
-    assert ds is not None
-    return ds
-
-
 def own(model):
     """Norms by float64 SVD of the autograd Jacobian of the model's own eager attention, and what
     that says of itself: (samples, layers, heads) each."""
@@ -131,7 +124,7 @@ def test_later_steps_are_those_of_a_new_monitor(name):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.3)
-    mine, new = measured(monitor, 1), measured(lb.Monitor(model, inputs_for(model), every=1), 1)
+    mine, new = monitor.step(1), lb.Monitor(model, inputs_for(model), every=1).step(1)
     assert mine.drop_attrs().equals(new.drop_attrs())
     assert mine.attrs["capture_error"] < 1e-4
 
@@ -151,18 +144,18 @@ def test_weights_of_known_names_that_are_not_all():
     linear.__class__ = Adapted
     monitor = lb.Monitor(model, IDS, every=1)
     linear.more = 0.3
-    mine, new = measured(monitor, 0), measured(lb.Monitor(model, IDS, every=1), 0)
+    mine, new = monitor.step(0), lb.Monitor(model, IDS, every=1).step(0)
     np.testing.assert_array_equal(mine["exact"], new["exact"])
     linear.more = 0.0
-    assert not np.allclose(mine["exact"], measured(monitor, 1)["exact"], rtol=0.01)
+    assert not np.allclose(mine["exact"], monitor.step(1)["exact"], rtol=0.01)
 
 
 def test_a_layer_is_one_number():
     model = decoder()
-    ds, each = measured(lb.Monitor(model, IDS, map="layer", layers=[1]), 0), lb.Monitor(model, IDS)
+    ds, each = lb.Monitor(model, IDS, map="layer", layers=[1]).step(0), lb.Monitor(model, IDS)
     assert ds["exact"].dims == ("sample", "layer")
     assert ds["layer"].values.tolist() == [1]
-    heads = measured(each, 0)
+    heads = each.step(0)
     for name, over in zip(STATISTICS, ("max", "mean", "mean"), strict=True):
         of_heads = getattr(heads[name].sel(layer=[1]), over)("head")
         np.testing.assert_allclose(ds[name].values, of_heads.values, rtol=1e-12)
@@ -170,7 +163,7 @@ def test_a_layer_is_one_number():
 
 def test_a_norm_of_tokens_is_that_of_a_run():
     model, how = decoder(), {"norm": "every-token", "bounds": "none"}
-    ds, run = measured(lb.Monitor(model, IDS, **how), 0), lb.compare(model.eval(), IDS, **how)
+    ds, run = lb.Monitor(model, IDS, **how).step(0), lb.compare(model.eval(), IDS, **how)
     np.testing.assert_allclose(ds["exact"], run["exact"], rtol=2e-3)
     np.testing.assert_allclose(ds["exact_upper"], run["exact_upper"], rtol=2e-3)
 
@@ -181,14 +174,14 @@ def test_half_precision_is_measured_in_a_copy():
         monitor = lb.Monitor(model, IDS)
     with torch.no_grad():  # the copy is made anew
         model.transformer.h[0].attn.c_attn.weight.mul_(3)
-    wide = measured(lb.Monitor(copy.deepcopy(model).float(), IDS), 0)
-    np.testing.assert_array_equal(measured(monitor, 0)["exact"].values, wide["exact"].values)
+    wide = lb.Monitor(copy.deepcopy(model).float(), IDS).step(0)
+    np.testing.assert_array_equal(monitor.step(0)["exact"].values, wide["exact"].values)
     assert model.dtype == torch.bfloat16
 
 
 def test_wrappers_are_taken_off():
     model = decoder()
-    bare, compiled = (measured(lb.Monitor(one, IDS), 0) for one in (model, torch.compile(model)))
+    bare, compiled = (lb.Monitor(one, IDS).step(0) for one in (model, torch.compile(model)))
     assert bare.drop_attrs().equals(compiled.drop_attrs())
 
 
@@ -294,7 +287,6 @@ def test_a_second_process_is_refused(tmp_path, there):
         grown(path, model)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", HOLD, lock], **pipes) as other:
-        assert other.stdout is not None
         assert other.stdout.readline() == "held\n"
         call = functools.partial(lb.Monitor, model, IDS, out=path, resume=there)
         refused(call, "another process is filling ", "run.zarr at this", error=StoreError)
@@ -339,15 +331,15 @@ def test_layers_that_come_go_or_change_places_end_the_run(chosen, tmp_path):
     extra = build(lambda: tf.GPT2LMHeadModel(config), seed=1).transformer.h[0]
     blocks = [*model.transformer.h, extra]
     monitor = lb.Monitor(model, IDS, every=1, layers=chosen, out=tmp_path / "run.zarr")
-    first = measured(monitor, 0)
+    first = monitor.step(0)
     for step, there in enumerate(((0, 2), (0, 1, 2, 3), (2, 0, 1), (3, 0, 1)), 1):
         model.transformer.h = nn.ModuleList(blocks[i] for i in there)
         model.config.n_layer = len(there)
         with pytest.warns(Notice, match=f"step {step} of the training was not measured or kept"):
             assert monitor.step(step) is None
     model.transformer.h, model.config.n_layer = nn.ModuleList(blocks[:3]), 3
-    np.testing.assert_array_equal(measured(monitor, 5)["layer"], first["layer"])
-    np.testing.assert_allclose(measured(monitor, 5)["exact"], first["exact"], rtol=2e-3)
+    np.testing.assert_array_equal(monitor.step(5)["layer"], first["layer"])
+    np.testing.assert_allclose(monitor.step(5)["exact"], first["exact"], rtol=2e-3)
     assert lb.load(tmp_path / "run.zarr", damaged="refuse")["step"].values.tolist() == [0, 5]
 
 
@@ -358,7 +350,7 @@ def test_adapters_may_be_put_on_after_a_monitor_was_made():
     monitor = lb.Monitor(model, IDS)
     config = peft.LoraConfig(target_modules=["c_attn"], r=2, init_lora_weights=False)
     new = lb.Monitor(peft.get_peft_model(model, config), IDS)
-    np.testing.assert_array_equal(measured(monitor, 0)["exact"], measured(new, 0)["exact"])
+    np.testing.assert_array_equal(monitor.step(0)["exact"], new.step(0)["exact"])
 
 
 def test_a_step_is_verified_with_its_weights(tmp_path):
@@ -466,7 +458,6 @@ def test_a_model_that_a_trainer_runs_under_autocast_is_measured_in_its_own_dtype
     norm = lb.network_norm(model, {"input_ids": IDS}).lower
     trainer.train()
     wrapped = vars(model)["forward"]
-    assert before is not None
     for step in (0, 1):
         np.testing.assert_allclose(monitor.run["entropy"].sel(step=step), before["entropy"])
         np.testing.assert_allclose(monitor.run["exact"].sel(step=step), before["exact"], rtol=1e-3)

@@ -175,7 +175,6 @@ def test_logits_of_batches_are_those_of_a_capture(name: str, padded: bool) -> No
         **inputs | {one: t.flip(-1) for one, t in inputs.items() if "ids" in one}
     )  # does not count
     ds = monitor.step(2)
-    assert ds is not None
     for sample in range(ds.sizes["sample"]):
         np.testing.assert_allclose(ds["batch_logit"][sample], expected, rtol=1e-4, atol=1e-6)
 
@@ -208,7 +207,6 @@ def test_what_cannot_be_watched() -> None:
     monitor.step(0)
     with pytest.warns(Notice, match="no pass in training mode was seen before step 1"):
         ds = monitor.step(1)
-    assert ds is not None
     assert bool(ds["batch_logit"].isnull().all())
     model.set_attn_implementation("eager")
     refused(partial(watch, extras="batch_logit"), "batch_logit needs attention 'sdpa'")

@@ -73,7 +73,6 @@ def matrices(att: lb.Attention, sample: int, map: str = "head") -> Tensor:
     (heads or 1, outputs, n D)."""
     j = jacobians(att.double(), sample)
     if map in ("head_out", "layer"):
-        assert att.w_o is not None
         j = torch.einsum("nhvx,hvo->nhox", j, att.w_o.double())
     j = j.sum(1, keepdim=True) if map == "layer" else j
     return j.flatten(0, 2)[None] if map in WHOLE else j.transpose(0, 1).flatten(1, 2)
