@@ -4,8 +4,6 @@ import copy
 import gc
 import itertools
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,10 +23,10 @@ from lipbound.schema import OF_WEIGHTS
 NAMES = [*OF_WEIGHTS, "batch_logit"]
 
 
-def of_gpt2(model: Any) -> dict[str, np.ndarray]:
+def of_gpt2(model):
     """Extras of the weights of GPT-2's heads by float64 SVD, (layers, heads) each."""
     width, heads = GPT2["n_embd"], GPT2["n_head"]
-    found: dict[str, list[float]] = {name: [] for name in OF_WEIGHTS}
+    found = {name: [] for name in OF_WEIGHTS}
     for block in model.transformer.h:
         both, out = (
             getattr(block.attn, one).weight.detach().double() for one in ("c_attn", "c_proj")
@@ -48,14 +46,14 @@ def of_gpt2(model: Any) -> dict[str, np.ndarray]:
     return {name: np.reshape(one, (-1, heads)) for name, one in found.items()}
 
 
-def test_extras_between_norms_are_those_of_the_weights(tmp_path: Path) -> None:
+def test_extras_between_norms_are_those_of_the_weights(tmp_path):
     model, path, truth = trainers.decoder(**NO_DROPOUT).train(), tmp_path / "run.zarr", []
-    logged: dict[int, dict[str, float]] = {}
-    expected: list[Any] = []
-    how: Any = {"extras": list(OF_WEIGHTS), "log": lambda said, at: logged.__setitem__(at, said)}
+    logged = {}
+    expected = []
+    how = {"extras": list(OF_WEIGHTS), "log": lambda said, at: logged.__setitem__(at, said)}
     monitor = lb.Monitor(model, IDS, every=3, extras_every=1, out=path, bounds=["lipbound"], **how)
 
-    def before(step: int) -> None:
+    def before(step):
         monitor.step(step)
         truth.append(of_gpt2(model))
         if step == 6:
@@ -85,7 +83,7 @@ def test_extras_between_norms_are_those_of_the_weights(tmp_path: Path) -> None:
     assert lb.load(path, damaged="refuse").identical(monitor.run)
 
 
-def test_what_is_shown_says_which_steps_have_norms(tmp_path: Path) -> None:
+def test_what_is_shown_says_which_steps_have_norms(tmp_path):
     model = trainers.decoder(**NO_DROPOUT).train()
     monitor = lb.Monitor(model, IDS, every=4, extras_every=1, extras=["wqk_norm"])
     train(model, 7, monitor.step)
@@ -98,9 +96,9 @@ def test_what_is_shown_says_which_steps_have_norms(tmp_path: Path) -> None:
     assert [line.get_xdata().tolist() for line in axes.lines] == [[0, 4]] * 2
 
 
-def test_steps_that_come_again_are_replaced_and_alarms_are_told(tmp_path: Path) -> None:
+def test_steps_that_come_again_are_replaced_and_alarms_are_told(tmp_path):
     model = trainers.decoder(**NO_DROPOUT).train()
-    how: Any = {"extras": ["wqk_norm"], "threshold": {"wqk_norm": 1e3, "exact": 1e9}}
+    how = {"extras": ["wqk_norm"], "threshold": {"wqk_norm": 1e3, "exact": 1e9}}
     monitor = lb.Monitor(model, IDS, steps=[0, 5], extras_every=2, out=tmp_path / "a.zarr", **how)
     for step in (0, 1, 2, 4):
         monitor.step(step)
@@ -118,7 +116,7 @@ def test_steps_that_come_again_are_replaced_and_alarms_are_told(tmp_path: Path) 
 
 @pytest.mark.parametrize("tokens", [1, 63, 64, 130])
 @pytest.mark.parametrize("kind", ["none", "causal", "bool", "added", "window"])
-def test_largest_logits_are_those_of_allowed_pairs(tokens: int, kind: str) -> None:
+def test_largest_logits_are_those_of_allowed_pairs(tokens, kind):
     draw = torch.Generator().manual_seed(tokens)
     q = torch.randn(2, 4, tokens, 8, generator=draw)
     k = torch.randn(2, 2, tokens, 8, generator=draw)
@@ -131,7 +129,7 @@ def test_largest_logits_are_those_of_allowed_pairs(tokens: int, kind: str) -> No
         allowed &= torch.ones(tokens, tokens, dtype=torch.bool).triu(-5)
     if kind in ("bool", "added", "window"):
         allowed &= real[:, None, None]
-    mask: Any = None if kind in ("none", "causal") else allowed
+    mask = None if kind in ("none", "causal") else allowed
     if kind == "added":
         lowest = torch.finfo(torch.float32).min
         mask = 0.3 * torch.rand(allowed.shape, generator=draw)  # position biases do not count
@@ -150,7 +148,7 @@ TEXT_MODELS = ("gpt2", "bert", "Llama", "Qwen 3")
 @pytest.mark.parametrize(
     ("name", "padded"), [("vit", False), *itertools.product(TEXT_MODELS, (False, True))]
 )
-def test_logits_of_batches_are_those_of_a_capture(name: str, padded: bool) -> None:
+def test_logits_of_batches_are_those_of_a_capture(name, padded):
     """Which reads them off weights and inputs in float64; here without dropout."""
     model = build((AFFINE | MODERN)[name])
     inputs = dict(inputs_for(model))
@@ -179,7 +177,7 @@ def test_logits_of_batches_are_those_of_a_capture(name: str, padded: bool) -> No
         np.testing.assert_allclose(ds["batch_logit"][sample], expected, rtol=1e-4, atol=1e-6)
 
 
-def test_a_training_does_not_notice_that_its_logits_are_seen() -> None:
+def test_a_training_does_not_notice_that_its_logits_are_seen():
     alone, watched = (trainers.decoder().train() for _ in range(2))
     monitor = lb.Monitor(watched, IDS, every=5, extras_every=1, extras=NAMES)
     for model, before in ((alone, lambda step: None), (watched, monitor.step)):
@@ -197,7 +195,7 @@ def test_a_training_does_not_notice_that_its_logits_are_seen() -> None:
     train(copied, 1)
 
 
-def test_what_cannot_be_watched() -> None:
+def test_what_cannot_be_watched():
     model = trainers.decoder().train()
     watch = partial(lb.Monitor, model, IDS)
     refused(partial(watch, extras_every=1), "extras_every needs extras among wqk_norm")
@@ -214,14 +212,14 @@ def test_what_cannot_be_watched() -> None:
         stopped(monitor, trainers.decoder().train())
 
 
-def stopped(monitor: lb.Monitor, model: Any) -> None:
+def stopped(monitor, model):
     """A pass that fails leaves the attention functions of transformers as they were."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as FUNCTIONS
 
     other, before = lb.Monitor(model, IDS, every=1, extras="batch_logit"), FUNCTIONS["sdpa"]
     other.step(0)
 
-    def stop(*_: Any) -> None:
+    def stop(*_):
         raise RuntimeError("stopped")
 
     model.transformer.h[0].attn.c_proj.register_forward_pre_hook(stop)
