@@ -16,7 +16,8 @@ import torch
 import transformers as tf
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from support.models import MODERN, build, inputs_for, own_heads
+from support.models import MODERN, build, inputs_for
+from support.modules import own_norms
 
 import lipbound as lb
 from lipbound.models.capture.capture import Capturer, LayerCapture
@@ -58,14 +59,10 @@ def ratios(layers: list[LayerCapture]) -> dict[str, Any]:
 def module_error(make: Any) -> float:
     """Largest relative distance of exact norms from those of autograd through the model's own
     module."""
-    att, heads = own_heads(build(make).double(), 1)
-    jacobian = torch.func.jacrev(heads)(att.x[0].detach())
-    sigma = torch.stack(
-        [
-            torch.linalg.svdvals(jacobian[:, h].reshape(att.tokens * att.d_v, -1))[0]
-            for h in range(att.heads)
-        ]
-    )
+    model = build(make).double()
+    inputs = inputs_for(model)
+    (layer,) = Capturer(model, [1]).run(inputs)
+    att, sigma = layer.attention, own_norms(model, layer.name, inputs, layer.attention)
     return float((lb.spectral_norm(att, tol=1e-10).lower[0] / sigma - 1).abs().max())
 
 

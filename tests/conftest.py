@@ -102,6 +102,15 @@ def text(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def wide_layers(bert):
+    """The layers of the small BERT at the texts of `support.runs`, padded, in float64."""
+    from support.runs import TEXTS
+
+    checkpoint = lb.load_checkpoint(bert, dtype="float64")
+    return lb.capture(checkpoint, lb.prepare(checkpoint, TEXTS, max_length=12))
+
+
+@pytest.fixture(scope="session")
 def gpt2_run():
     """A run of all bounds on a small GPT-2, 2 samples x 2 layers x 4 heads; take
     ``copy(deep=True)`` to change it."""

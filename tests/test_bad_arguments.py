@@ -1,7 +1,6 @@
 """Arguments of wrong types and out of range in Python: a LipboundError of one sentence each; nearly
 right ones are accepted."""
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +25,6 @@ WRONG |= {"object": object(), "path": Path("x"), "function": print, "complex": 1
 WRONG |= {"slice": slice(1)}
 UNNAMED = set("of get at names for load prepare bounds".split())
 ATT = random_attention("plain")
-Cases = list[tuple[str, Callable[[], object]]]
 
 
 def each(name, call, *right):
@@ -193,14 +191,6 @@ QUICK = {"max_length": 12, "bounds": "castin", "progress": False}
 def one(bert):
     device = torch.device("cpu")
     return lb.compare(bert, SENTENCE, layers=1, device=device, dtype=torch.float32, **QUICK)
-
-
-def test_a_sentence_is_data_like_a_list_of_it(bert, one):
-    assert one.sizes == {"sample": 1, "layer": 1, "head": 4}
-    assert one.attrs["data"] == f"the text {SENTENCE!r}"
-    listed = lb.compare(bert, [SENTENCE], layers=[1], **QUICK)
-    assert one.drop_attrs().equals(listed.drop_attrs())
-    assert lb.verify(one, places=1).ok
 
 
 def test_data_that_is_nearly_right(bert, one):

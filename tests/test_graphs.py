@@ -2,7 +2,6 @@
 again on these."""
 
 import math
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -20,7 +19,7 @@ HERE = "cuda" if CUDA else "cpu"
 
 
 @pytest.fixture(autouse=True)
-def _replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+def _replayed(monkeypatch):
     graphs.forget()
     if not CUDA:
         monkeypatch.setattr(graphs, "_on_gpu", lambda _: True)
@@ -28,7 +27,7 @@ def _replayed(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(graphs, "_memory", lambda _: math.inf)
 
 
-def test_graphs_take_a_share_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_take_a_share_of_the_memory(monkeypatch):
     monkeypatch.setattr(graphs, "_memory", lambda _: 64 * 24.0)
     for n in (3, 2, 1, 7):  # of which two vectors of so many numbers are kept
         out = torch.zeros(n, device=HERE)
@@ -39,13 +38,13 @@ def test_graphs_take_a_share_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> N
         assert sizes == {3: [3], 2: [2], 1: [2, 1], 7: []}[n]
 
 
-def double_into(out: torch.Tensor, of: dict[str, torch.Tensor]) -> None:
+def double_into(out, of):
     """Work with one argument that it changes, and one that has more than it reads."""
     out.add_(2 * of["read"])
 
 
-def test_arguments_that_differ_in_numbers_alone_have_one_graph() -> None:
-    def numbers(*values: float) -> list[torch.Tensor]:
+def test_arguments_that_differ_in_numbers_alone_have_one_graph():
+    def numbers(*values):
         return [torch.full((3,), value, device=HERE) for value in values]
 
     kept = []
@@ -81,13 +80,13 @@ def test_arguments_that_differ_in_numbers_alone_have_one_graph() -> None:
     assert len(graphs._GRAPHS.known) == KEPT
 
 
-def test_what_reads_more_than_its_arguments_or_keeps_something_is_done_as_it_is() -> None:
+def test_what_reads_more_than_its_arguments_or_keeps_something_is_done_as_it_is():
     beside, kept = torch.ones(2, device=HERE), {}
 
-    def reads(out: torch.Tensor) -> None:
+    def reads(out):
         out.add_(beside)
 
-    def keeps(out: torch.Tensor, known: dict) -> None:
+    def keeps(out, known):
         known["seen"] = out * 2
 
     out = torch.zeros(2, device=HERE)
@@ -102,8 +101,8 @@ def test_what_reads_more_than_its_arguments_or_keeps_something_is_done_as_it_is(
 
 
 @pytest.mark.skipif(not CUDA, reason="only a GPU has graphs, and work that waits for it")
-def test_work_that_waits_for_a_gpu() -> None:
-    def waits(out: torch.Tensor) -> None:
+def test_work_that_waits_for_a_gpu():
+    def waits(out):
         out.mul_(1 + float(out[0]))
 
     launch, (out,) = graphed(waits, torch.ones(2, device=HERE))
@@ -116,7 +115,7 @@ def test_work_that_waits_for_a_gpu() -> None:
     assert reserved[1:] == reserved[:1] * 3
 
 
-LAYERS: dict[str, Callable[[int], lb.Attention]] = {
+LAYERS = {
     **{kind: partial(random_attention, kind) for kind in HARD},
     **{name: partial(layer, has=frozenset({name}), turned=2) for name in VARIANTS},
     "long": lambda seed: layer(seed, frozenset(), n=24, d_v=6),
@@ -124,16 +123,14 @@ LAYERS: dict[str, Callable[[int], lb.Attention]] = {
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_norms_of_layers_of_one_shape_after_each_other(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_norms_of_layers_of_one_shape_after_each_other(name, monkeypatch):
     """Their numbers are those of steps that are started one by one."""
     atts = [LAYERS[name](seed) for seed in (1, 3, 1)]  # of one make
     plain = [lb.spectral_norm(att, tol=1e-9) for att in atts]
     monkeypatch.setattr(InParts, "graphable", lambda op: not op._parts)
     kinds = []
 
-    def seen(work: Callable[..., None], *args: object) -> tuple:
+    def seen(work, *args):
         launch, own = graphed(work, *args)
         kinds.append(own is not args)
         return launch, own

@@ -1,8 +1,6 @@
 """What bounds, penalties and studies refuse: the call, and words of the one sentence."""
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,17 +22,18 @@ BIASED = random_attention("biases")
 WITHOUT = random_attention("plain", w_o=False)
 ONES = torch.ones(2, ATT.tokens, dtype=torch.float64)
 P = torch.ones(1, 1, 2, 2)
-NO_MODELS: list[Any] = ["bert", None, torch.ones(2)]
+NO_MODELS = ["bert", None, torch.ones(2)]
+ROTARY = "c_attn, qkv; with rotary positions or shared keys take JaSMin"
+SEES = Specformer(1, 1, 1), lambda model: lb.attention_layers(model).__enter__()
 VALUES = xr.DataArray(np.ones(2), dims="length", coords={"length": [10, 12]})
-Call = Callable[[], Any]
 
 
-def calls(call: Callable[..., Any], *cases: tuple[dict[str, Any], str]) -> list[tuple[Call, str]]:
+def calls(call, *cases):
     """A call with each of these options, and what is said."""
     return [(partial(call, **given), said) for given, said in cases]
 
 
-BOUNDS: list[tuple[Call, str]] = [
+BOUNDS = [
     *calls(
         partial(lb.bounds.over_ball, BIASED),
         ({"radius": []}, "radius is empty"),
@@ -70,7 +69,7 @@ BOUNDS: list[tuple[Call, str]] = [
     ),
     (lambda: changed(ATT, mask=torch.tensor(0.0)), "mask is one number"),
 ]
-PENALTIES: list[tuple[Call, str]] = [
+PENALTIES = [
     (lambda: JaSMin(1), "k is 1"),
     (lambda: JaSMin(0, "sum"), "unknown reduction"),
     (lambda: JaSMin()([]), "no attentions"),
@@ -87,10 +86,11 @@ PENALTIES: list[tuple[Call, str]] = [
     (lambda: ExactNorm()([torch.ones(2)]), "ExactNorm"),
     (lambda: Specformer(0, 0, 0)(build(AFFINE["bert"])), "nothing to penalise"),
     (lambda: projections(torch.nn.Linear(2, 2)), "projections called query/key/value, "),
+    *((lambda f=f: f(lb.load_checkpoint("builtin:llama").model), ROTARY) for f in SEES),
     *((partial(Specformer(1, 1, 1), x), "give a loaded transformers model") for x in NO_MODELS),
     *((partial(SoundPenalty(), x), "attention_layers") for x in NO_MODELS),
 ]
-STUDIES: list[tuple[Call, str]] = [
+STUDIES = [
     (lambda: adversarial_inputs.adversarial_inputs(ATT, 0, 1.0), "at least one token"),
     (lambda: adversarial_inputs.adversarial_inputs(ATT, 3, 0.0), "positive radius"),
     (lambda: mean_field.weighted_norm(ATT, ONES), "add up to one"),
@@ -122,7 +122,7 @@ STUDIES: list[tuple[Call, str]] = [
 
 
 @pytest.mark.parametrize(("call", "words"), BOUNDS + PENALTIES + STUDIES)
-def test_what_is_wrong_is_refused_in_one_sentence(call: Call, words: str) -> None:
+def test_what_is_wrong_is_refused_in_one_sentence(call, words):
     refused(call, words)
 
 
@@ -135,5 +135,5 @@ def test_what_is_wrong_is_refused_in_one_sentence(call: Call, words: str) -> Non
         (lambda: lb.bounds.resolve("yudin", "every-token"), "frobenius"),
     ],
 )
-def test_bounds_of_several_norms_are_refused(call: Call, norm: str) -> None:
+def test_bounds_of_several_norms_are_refused(call, norm):
     refused(call, f"is stated in the {norm} norm and ", "are not compared; take some of ")

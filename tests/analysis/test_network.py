@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers as tf
 from support.checks import close, normal, refused
-from support.models import BART, GPT2, IMAGE, TEXT, build, inputs_for
+from support.models import BART, GPT2, IMAGE, TEXT, build, inputs_for, wide
 
 from lipbound.analysis.network import NetworkJacobian, blocks, network_norm
 from lipbound.linalg.operators import Transposed
@@ -16,11 +16,6 @@ MODELS = {
     "bert": lambda: tf.BertForSequenceClassification(tf.BertConfig(**TEXT, num_labels=3)),
     "gpt2": lambda: tf.GPT2LMHeadModel(tf.GPT2Config(**GPT2)),
 }
-
-
-def double(inputs):
-    """Pixels in float64."""
-    return {name: t.double() if t.is_floating_point() else t for name, t in inputs.items()}
 
 
 def through(layers, x):
@@ -52,7 +47,7 @@ def own(model, name, inputs, s):
 @pytest.mark.parametrize("name", list(MODELS))
 def test_norm_is_that_of_the_dense_jacobian(name):
     model = build(MODELS[name]).double()
-    inputs = double(inputs_for(model))
+    inputs = wide(inputs_for(model))
     norm = network_norm(model, inputs, tol=1e-8, batch=1 if name == "bert" else 16)
     certified = network_norm(model, inputs, tol=1e-6, delta=1e-6)
     model.set_attn_implementation("eager")
@@ -68,7 +63,7 @@ def test_norm_is_that_of_the_dense_jacobian(name):
 @pytest.mark.parametrize(("start", "end"), [(0, 0), (1, 1), (0, 1)])
 def test_blocks_against_their_own_modules(start, end):
     model = build(MODELS["vit"]).double()
-    inputs = double(inputs_for(model))
+    inputs = wide(inputs_for(model))
     norm = network_norm(model, inputs, start=start, end=end, tol=1e-9)
     own_blocks, seen = blocks(model)[start : end + 1], []
     hook = own_blocks[0].register_forward_pre_hook(lambda module, args: seen.append(args[0]))

@@ -113,7 +113,6 @@ def test_normalisation_needs_sizes_and_an_eps_where_vectors_vanish() -> None:
 def test_the_mask_may_have_a_dtype_of_its_own() -> None:
     """It is added to float64 scores; the float64 copy of a layer has that of the layer itself."""
     att = random_attention("offsets", dtype=torch.float32)
-    assert att.mask is not None
     assert att.double().mask is att.mask
     wide = att.double().with_parts(mask=att.mask.double())
     assert torch.equal(att.double().p, wide.p)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.ball_ascent import Heads, climb, small_layer, unit
+from support.ball_ascent import climb, small_layer, unit
 from support.checks import close, normal, refused
 from support.layers import HARD, KINDS, causal, changed, random_attention
 from support.oracles import dense_jacobians, oracle
@@ -18,7 +18,6 @@ from support.strategies import examples, part
 from support.variants import MASKS, layer
 
 import lipbound as lb
-from lipbound.attention.variants.qk_norm import QKNorm
 from lipbound.attention.variants.rotary import Rotation
 from lipbound.bounds import ball as over_balls
 from lipbound.bounds.ball import CERTIFIED_TOL, Centre
@@ -266,10 +265,7 @@ def test_degenerate_layers(kind, ball):
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize(
-    "has",
-    [*SINGLE, "norm rotation sinks", "together rotation cap"],
-)
+@pytest.mark.parametrize("has", [*SINGLE, "norm rotation sinks", "together rotation cap"])
 @pytest.mark.parametrize("mask", ["none", "padded"])
 def test_gradients_are_those_of_the_norm(has, mask):
     """Of u^T J(X) v at the top singular pair, against differences of norms of dense Jacobians."""
@@ -403,8 +399,9 @@ def test_queries_that_all_move_the_worst_way_stay_below(seed, ball):
 @pytest.mark.parametrize("kind", HARD)
 def test_sums_over_pairs_are_those_of_dense_matrices(kind):
     one = random_attention(kind).unpadded(1)
-    centre, heads = Centre(one), Heads(one)
-    p, apart, qt, kt, _ = heads.parts(heads.x)
+    centre, p, v = Centre(one), one.p[0], one.v[0]
+    apart = v[:, None] - (p @ v)[:, :, None]  # values less outputs
+    qt, kt = one.scale * one.q[0] @ one.w_k.mT, one.scale * one.k[0] @ one.w_q.mT
     near, weights = kt[:, None] - (p @ kt)[:, :, None], p.sqrt()
     for found, vectors in (
         (centre.values(weights)[..., 0], weights.sqrt()[..., None] * apart),
@@ -475,7 +472,6 @@ def test_the_layer_at_other_inputs():
     for bare in (att.without_biases(), random_attention("biases").without_biases()):
         assert bare.b_q is bare.b_k is bare.b_v is None
     bare = att.without_biases()
-    assert isinstance(bare.norm_q, QKNorm)
     assert bare.norm_q.over[1] is None
     # normalised without biases
     sizes = [float(one.q[0].abs().max()) for one in (bare.at(2 * att.x), bare)]

@@ -7,12 +7,7 @@ from support.checks import close, refused
 from support.variants import MASKS, layer
 
 import lipbound as lb
-from lipbound.bounds.ours import (
-    block_norms,
-    pairwise,
-    pairwise_variants,
-    token_block_norms,
-)
+from lipbound.bounds.ours import block_norms, pairwise, pairwise_variants, token_block_norms
 from lipbound.bounds.ours.block_norms import BlockNorms
 from lipbound.bounds.ours.token_block_norms import VariantHead
 from lipbound.devices import finished

@@ -1,7 +1,6 @@
 """What changes nothing of a Jacobian, or only its size, changes no bound: at any size that the
 dtype has room for."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -20,7 +19,6 @@ OURS = ("lipbound", "lipbound_block")
 PUBLISHED = [name for name in lb.bounds.names() if name not in OURS]
 WITH_ONES = ("yudin", "yudin_g1", "yudin_sqrt_n", "yudin_closed", "newhouse")
 """With a query bias they append a one to every token (Remark 2), which does not scale with them."""
-Change = Callable[[lb.Attention, float], lb.Attention]
 
 
 def times(t, s):
@@ -50,7 +48,7 @@ def queries(att, s):
     return changed(att, w_q=q[0], b_q=q[1], w_k=k[0], b_k=k[1])
 
 
-SCALED: dict[str, Change] = {"inputs": inputs, "values": values, "queries": queries}
+SCALED = {"inputs": inputs, "values": values, "queries": queries}
 
 
 def expected(name, att, what, s):

@@ -12,8 +12,7 @@ from lipbound.bounds import registry
 from lipbound.errors import AttentionError, UnknownNameError
 
 TEXTS = dict.fromkeys(
-    ("label", "citation", "statement_latex", "source", "assumptions", "cost"),
-    "doe2027",
+    ("label", "citation", "statement_latex", "source", "assumptions", "cost"), "doe2027"
 )
 ATT = random_attention("plain")
 

@@ -2,9 +2,7 @@
 under which it is sound."""
 
 import math
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
 
 import mpmath as mp
 import numpy as np
@@ -13,7 +11,6 @@ import torch
 from support.checks import close, normal, refused
 from support.layers import HARD, causal, changed, places, random_attention
 from support.oracles import dense_norms
-from torch import Tensor
 
 from lipbound import bounds, devices
 from lipbound.attention.layer import Attention
@@ -33,21 +30,15 @@ def longest(m):
     return ((m * m).sum(-1) ** 0.5).max()
 
 
-class Arithmetic(NamedTuple):
-    """What statements are written out in."""
-
-    numbers: Callable[[Tensor], np.ndarray]
-    norm: Callable[[np.ndarray], Any]
-
-
 def norm_in_digits(m):
     gram = m.T @ m if m.shape[1] <= m.shape[0] else m @ m.T
     return mp.sqrt(max(*mp.eigsy(mp.matrix(gram.tolist()), eigvals_only=True), 0))
 
 
 number, exp = np.frompyfunc(mp.mpf, 1, 1), np.frompyfunc(mp.exp, 1, 1)
-FLOAT64 = Arithmetic(lambda t: t.double().numpy(), partial(np.linalg.norm, ord=2))
-DIGITS = Arithmetic(lambda t: number(t.double().numpy()), norm_in_digits)
+FLOAT64 = lambda t: t.double().numpy(), partial(np.linalg.norm, ord=2)
+DIGITS = lambda t: number(t.double().numpy()), norm_in_digits
+"""What statements are written out in: numbers of a tensor, and norms of matrices of them."""
 
 
 def published(att, h, p, arithmetic):

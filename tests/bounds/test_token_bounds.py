@@ -182,7 +182,6 @@ def test_layers_are_below_the_form_of_theorem_5_1(kind):
             theta, cheap = subsets(one.p[0, h]), splitting_bound(one.p[0, h])
             total += split(one, h, torch.full_like(theta, float(theta.max())))
             assert split(one, h, theta) <= split(one, h, cheap) * (1 + 1e-12)
-        assert one.w_o is not None
         form = float(torch.linalg.matrix_norm(one.w_o.flatten(0, 1), 2)) * total
         (whole,) = token_oracle.blocks(att, s, "layer")
         assert form >= float(token_oracle.every_from_below(whole, 6, 20)) * (1 - 1e-9)

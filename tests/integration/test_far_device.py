@@ -2,10 +2,8 @@
 GPU refuses, in a process of its own."""
 
 import json
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +26,6 @@ FIGURES = (
 ).split()
 EVERY_TOKEN = {"norm": "every-token", "layers": [0]}
 CLOSE = {"float64": 1e-6, "float32": 5e-4}
-Call = Callable[..., Any]
 
 
 def calls(register):

@@ -30,7 +30,6 @@ POST = ("bert", "roberta", "electra", "distilbert", "albert")
 
 def attention_of(att: Attention, x: torch.Tensor, s: int) -> torch.Tensor:
     """The layer as a function of its input, without output bias, for one sample."""
-    assert att.w_o is not None
     heads = (head_function(att, s, h)(x) @ att.w_o[h] for h in range(att.heads))
     return torch.stack(list(heads)).sum(0)
 
@@ -112,7 +111,6 @@ def test_surroundings_are_found_in_models(name: str) -> None:
     found = capture(model, inputs_for(model), around=True)
     layers = [att for att in found if isinstance(att, Attention) and att.kind == "self"]
     for att in layers:
-        assert att.surroundings is not None
         # two families project their normalised embeddings once more
         if att.surroundings.fed_by is None:
             assert name in ("electra", "albert")
@@ -151,7 +149,6 @@ def test_layer_scale_is_not_taken_for_a_residual() -> None:
     for layer in model.encoder.layer:
         torch.nn.init.constant_(layer.layer_scale1.lambda1, 0.5)
     for layer in Capturer(model, around=True).run(inputs_for(model)):
-        assert layer.attention.surroundings is not None
         assert layer.attention.surroundings.residual is None
 
 
@@ -167,7 +164,6 @@ def test_rms_norm_is_found() -> None:
     model = build(lambda: Small(AFFINE["bert"]().config))
     for layer in Capturer(model, around=True).run(inputs_for(model)):
         followed = layer.attention.surroundings.followed_by
-        assert followed is not None
         assert not followed.centred
 
 
@@ -214,7 +210,6 @@ def test_needs() -> None:
 def test_norms_of_tokens_whose_squares_leave_the_range(power: int) -> None:
     att = around(random_attention("plain"), "post", True)
     norm = att.surroundings.followed_by
-    assert norm is not None
     bare = Normaliser(norm.x, norm.weight)
     far = Normaliser(norm.x * 2.0**power, norm.weight)
     close(far.norms * 2.0**power, bare.norms, 1e-12)

@@ -1,6 +1,5 @@
 import json
 import sys
-from collections.abc import Callable
 
 import numpy as np
 import peft
@@ -20,7 +19,6 @@ from lipbound.runs.sweep import planned_runs
 IDS = torch.tensor([[5, 9, 3, 17, 40, 8, 22]])
 TWO = {"model.layers.0.self_attn.q_proj": (24, 24), "model.layers.1.self_attn.v_proj": (24, 12)}
 ALPHAS = {"layers.1.self_attn.v_proj": 5, "q_proj": 2}
-Make = Callable[[], tf.PreTrainedModel]
 
 
 def llama_head():

@@ -2,14 +2,13 @@
 transformers' interface, torch's function or by hand, in closed form or through the module."""
 
 import itertools
-from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
 import transformers as tf
-from support.models import BART, GATED, IDS, IMAGE, LATENT, LLAMA, NARROW, SMALL, T5, TEXT, build
-from support.modules import Maps, before, given_to, joined, maps, norms, sdpa, split
+from support.models import BART, GATED, IDS, IMAGE, LATENT, LLAMA, NARROW, T5, TEXT, build, wide
+from support.modules import Maps, before, given_to, joined, maps, norms, own_norms, sdpa, split
 from support.modules import check as checked
 from support.versions import marked, newer_transformers
 from torch import Tensor, nn
@@ -33,10 +32,14 @@ MOSHI = {**NARROW, "head_dim": 6, "ffn_dim": 32, "sliding_window": 40}
 MOSHI.pop("intermediate_size")
 XLM = {"vocab_size": 60, "emb_dim": 24, "n_layers": 2, "n_heads": 4, "max_position_embeddings": 32}
 LONGFORMER = {**TEXT, "num_hidden_layers": 1, "attention_window": [4]}
+GROUPED = {**TEXT, "hidden_size": 32, "num_hidden_layers": 1, "head_dim": 16, "q_lora_rank": 12}
+GROUPED |= {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2}
+GROUPED |= {"layer_types": ["sliding_attention"], "mlp_layer_types": ["moe"]}
+GROUPED |= {"o_groups": 2, "o_lora_rank": 8, "hc_mult": 2}
 SPARSE = {**LATENT, "index_topk": 4, "index_head_dim": 8, "index_n_heads": 2}
 XLNET = {"vocab_size": 60, "d_model": 24, "n_layer": 1, "n_head": 4, "d_inner": 32}
 DEBERTA = {**TEXT, "num_hidden_layers": 1, "relative_attention": True, "pos_att_type": "p2c|c2p"}
-CONFORMER = {**SMALL, "num_hidden_layers": 1, "feature_projection_input_dim": 24}
+CONFORMER = {**TEXT, "num_hidden_layers": 1, "feature_projection_input_dim": 24}
 CONFORMER["conv_depthwise_kernel_size"] = 3
 LLAMA_1 = {**LLAMA, **IDS, "num_hidden_layers": 1}
 SWIN = {"image_size": 16, "patch_size": 2, "embed_dim": 12, "depths": [2], "num_heads": [2]}
@@ -218,7 +221,7 @@ class Around(nn.Module):
 OTHER_POSITIONS = "or differently at each position"
 PRODUCTS = "adds other products of its tokens to its scores"
 RELATIVE = itertools.product((False, True), repeat=2)
-EXACT: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor], set[str] | str]] = {
+EXACT = {
     "everything": (Everything, {"x": X}, {"qk_norm", "value_norm", "gate"}),
     "a gate a head": (lambda: Everything(True), {"x": X}, {"qk_norm", "value_norm", "gate"}),
     "normalised values": (NormalisedValues, {"x": X}, {"qk_norm", "value_norm"}),
@@ -242,72 +245,52 @@ EXACT: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor], set[str] | st
 }  # fmt: skip
 """Modules and inputs, and what is done to queries, keys and values, or why there is no closed form:
 positions that act on queries, keys or scores otherwise than by a rotation or a mask."""
-Case = tuple[Callable[[], nn.Module], dict[str, Tensor], str, str]
 LACKING = {
     "T5": "the softmax of its module is in float32",
     "blocks of tokens": "the softmax of its module is in float32",
     "chosen keys": "there is no DeepSeek V3.2",
+    "groups of heads": "there is no DeepSeek V4",
     "gated": "Qwen3-Next must have linear attention",
     "differences of heads": "DiffLlama has both in one",
 }
 """What older versions of transformers lack."""
 
 
-def made(name, projection, measured, options, **inputs):
+def made(name, measured, options, **inputs):
     """A case of a model of transformers."""
 
     def make():
         config = getattr(tf, f"{name.removesuffix('Encoder')}Config")
         return getattr(tf, f"{name}Model")(config(**options))
 
-    return make, inputs or WORDS, projection, measured
+    return make, inputs or WORDS, measured
 
 
 CLOSED, AUTOMATIC = "closed form", "automatic"
-CASES: dict[str, Case] = {
-    "T5": made("T5", "o", "both", T5, **WORDS, decoder_input_ids=IDS_7),
-    "BART": made("Bart", "out_proj", "both", BART, **WORDS, decoder_input_ids=IDS_7),
-    "BLOOM": made("Bloom", "dense", CLOSED, BLOOM),
-    "Falcon": made("Falcon", "dense", CLOSED, {**FALCON, "alibi": True}),
-    "GPT-J": made("GPTJ", "out_proj", CLOSED, GPTJ),
-    "Moshi": made("Moshi", "o_proj.linear", CLOSED, MOSHI),
-    "ESM": made("Esm", "", CLOSED, ESM),
-    "XLM": made("XLM", "out_lin", "either", XLM),
-    "chunks of keys": made("Longformer", "", AUTOMATIC, LONGFORMER, input_ids=IDS_9[:, :8]),
-    "blocks of tokens": made("LongT5Encoder", "o", AUTOMATIC, {**T5, "local_radius": 3}),
-    "chosen keys": made("DeepseekV32", "o_proj", AUTOMATIC, SPARSE),
-    "DeBERTa": made("DebertaV2", "", AUTOMATIC, DEBERTA),
-    "Wav2Vec2-BERT": made("Wav2Vec2Bert", "linear_out", AUTOMATIC, CONFORMER, input_features=X),
-    "latent": made("DeepseekV3", "o_proj", CLOSED, LATENT),
-    "gated": made("Qwen3Next", "o_proj", CLOSED, GATED),
-    "sub-norms": made("BitNet", "o_proj", AUTOMATIC, LLAMA_1),
-    "differences of heads": made("DiffLlama", "o_proj", AUTOMATIC, LLAMA_1),
-    "nanoGPT by hand": (by_hand, {"x": X}, "out", CLOSED),
-    "nanoGPT fused": (by_torch, {"x": X}, "out", CLOSED),
-    "ellipses": (ellipses, {"x": X}, "out", "either"),
-    "talking heads": (talking, {"x": X}, "out", AUTOMATIC),
+CASES = {
+    "T5": made("T5", "both", T5, **WORDS, decoder_input_ids=IDS_7),
+    "BART": made("Bart", "both", BART, **WORDS, decoder_input_ids=IDS_7),
+    "BLOOM": made("Bloom", CLOSED, BLOOM),
+    "Falcon": made("Falcon", CLOSED, {**FALCON, "alibi": True}),
+    "GPT-J": made("GPTJ", CLOSED, GPTJ),
+    "Moshi": made("Moshi", CLOSED, MOSHI),
+    "ESM": made("Esm", CLOSED, ESM),
+    "XLM": made("XLM", "either", XLM),
+    "chunks of keys": made("Longformer", AUTOMATIC, LONGFORMER, input_ids=IDS_9[:, :8]),
+    "blocks of tokens": made("LongT5Encoder", AUTOMATIC, {**T5, "local_radius": 3}),
+    "chosen keys": made("DeepseekV32", AUTOMATIC, SPARSE),
+    "DeBERTa": made("DebertaV2", AUTOMATIC, DEBERTA),
+    "Wav2Vec2-BERT": made("Wav2Vec2Bert", AUTOMATIC, CONFORMER, input_features=X),
+    "latent": made("DeepseekV3", CLOSED, LATENT),
+    "groups of heads": made("DeepseekV4", AUTOMATIC, GROUPED),
+    "gated": made("Qwen3Next", CLOSED, GATED),
+    "sub-norms": made("BitNet", AUTOMATIC, LLAMA_1),
+    "differences of heads": made("DiffLlama", AUTOMATIC, LLAMA_1),
+    "nanoGPT by hand": (by_hand, {"x": X}, CLOSED),
+    "nanoGPT fused": (by_torch, {"x": X}, CLOSED),
+    "ellipses": (ellipses, {"x": X}, "either"),
+    "talking heads": (talking, {"x": X}, AUTOMATIC),
 }
-
-
-def wide(inputs):
-    return {name: t.double() if t.is_floating_point() else t for name, t in inputs.items()}
-
-
-def dense_norms(model, name, inputs, projection, stream, heads):
-    """Norms of heads at the first sample (or window), which alone moves, by autograd."""
-    given, module = given_to(model, name, inputs), model.get_submodule(name)
-    tensors = [key for key, t in given.items() if isinstance(t, Tensor) and t.ndim == 3]
-    memory = next((k for k in tensors if k in ("key_value_states", "encoder_hidden_states")), "")
-    x = given[memory if stream == "memory" else tensors[0]]
-
-    def run(first):
-        moved = torch.cat([first, x[1:].detach()])
-        return module(**{key: moved if t is x else t for key, t in given.items()})
-
-    of_heads = before(module.get_submodule(projection), run, heads) if projection else None
-    return norms(
-        lambda t: of_heads(t)[0] if of_heads else run(t)[0][0].unflatten(-1, (heads, -1)), x[:1]
-    )
 
 
 @pytest.mark.parametrize("side", ["encoder", "decoder"])
@@ -336,7 +319,7 @@ def test_modules_that_keep_their_precision_to_eight_digits(case):
         att = layer.attention
         assert type(att) is (Attention if closed else lb.ModuleAttention)
         assert att.variants == what if isinstance(what, set) else what in att.reason
-        expected = dense_norms(model, "", wide(inputs), "out", att.perturbed, 4)
+        expected = own_norms(model, "", wide(inputs), att)
         # less rounding, in closed form
         check(att, expected, tol=1e-10 if closed else 1e-9, rtol=1e-6 if closed else 1e-8)
         upper = lb.spectral_norm(att, tol=1e-9, delta=1e-6).upper[0]
@@ -352,18 +335,13 @@ def test_modules_that_keep_their_precision_to_eight_digits(case):
 
 @pytest.mark.parametrize("case", marked(CASES, LACKING))
 def test_norms_are_those_of_the_models_own_module(case):
-    make, inputs, projection, measured = CASES[case]
+    make, inputs, measured = CASES[case]
     model = build(make).double()
-    if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # torch's grouped product knows no float64
     found = Capturer(model).run(wide(inputs))
-    if hasattr(model, "set_attn_implementation"):
-        model.set_attn_implementation("eager")
     for layer in found:
         att = layer.attention
         assert att.heads == (2 if case == "differences of heads" else 4)
-        of = layer.name, wide(inputs), projection, att.perturbed, att.heads
-        expected = dense_norms(model, *of)
+        expected = own_norms(model, layer.name, wide(inputs), att)
         norm = lb.spectral_norm(att, tol=1e-9, delta=1e-6)
         rtol = 1e-8 if case == "talking heads" else 2e-6
         torch.testing.assert_close(norm.lower[0], expected, rtol=rtol, atol=0)
@@ -444,13 +422,11 @@ def test_windows_of_pictures(kind):
     model = build(lambda: tf.SwinModel(tf.SwinConfig(**SWIN, window_size=4))).double()
     pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1)).double()
     inputs = {"pixel_values": pixels}
-    run = Capturer(model, closed=kind == "closed").run(inputs)
-    model.set_attn_implementation("eager")
-    for layer in run:
+    for layer in Capturer(model, closed=kind == "closed").run(inputs):
         att = layer.attention
         assert isinstance(att, Attention) == (kind == "closed")
         assert (layer.windows, att.samples, att.tokens) == (4, 8, 16)
-        check(att, dense_norms(model, layer.name, inputs, "o_proj", "input", 2), rtol=2e-6)
+        check(att, own_norms(model, layer.name, inputs, att), rtol=2e-6)
 
 
 def test_random_numbers_are_the_same_in_every_pass():

@@ -1,19 +1,17 @@
 """Layers through their own modules: which derivative is taken, of which heads, and what moves."""
 
 import warnings
-from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers as tf
 from support.checks import refused
-from support.models import WIDE, build
-from support.modules import before, given_to, joined, norms, sdpa
+from support.models import build
 from support.modules import check as checked
+from support.modules import joined, norms, sdpa
 from support.modules import split as of_heads
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
@@ -23,7 +21,6 @@ from lipbound.models.capture.capture import Capturer
 
 X, Z, W = torch.randn(3, 1, 5, 12, generator=torch.Generator().manual_seed(0)).double()
 K, V = (torch.randn(1, 7, n, generator=torch.Generator().manual_seed(n)).double() for n in (10, 12))
-Made = Callable[..., Tensor]
 
 
 split = partial(of_heads, heads=3)
@@ -99,7 +96,7 @@ def kept(reentrant, layer, x, q, k, v):
     return checkpoint(inside, q, k, v, use_reentrant=reentrant)
 
 
-DERIVATIVES: dict[str, tuple[Made, Made]] = {
+DERIVATIVES = {
     "once differentiable": (partial(sine, Sine.apply), partial(sine, torch.sin)),
     "no second derivative": (hard_gate, hard_gate),
     "no other derivative": (partial(distances, torch.cdist), partial(distances, explicit)),
@@ -161,7 +158,7 @@ def between(act, interleaved, layer, x, *qkv):
     return act(layer, x, (o.permute(0, 2, 3, 1) if interleaved else o.transpose(1, 2)).flatten(2))
 
 
-BETWEEN: dict[str, Made] = {
+BETWEEN = {
     "nothing": lambda layer, x, o: o,
     "gate": lambda layer, x, o: o * layer.gate(x).sigmoid(),
     "activation": lambda layer, x, o: F.hardswish(o),
@@ -196,26 +193,7 @@ def test_heads_are_those_that_attention_returns(act, interleaved):
             assert ("gate" in att.variants) == (act == "gate")
 
 
-@pytest.mark.skipif(not hasattr(tf, "DeepseekV4Model"), reason="an older transformers")
-def test_groups_of_heads_that_are_projected_apart():
-    sizes = {**WIDE, "num_hidden_layers": 1, "head_dim": 16, "q_lora_rank": 12, "hc_mult": 2}
-    sizes |= {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2}
-    sizes |= {"layer_types": ["sliding_attention"], "mlp_layer_types": ["moe"]}
-    sizes |= {"o_groups": 2, "o_lora_rank": 8}
-    model = build(lambda: tf.DeepseekV4Model(tf.DeepseekV4Config(**sizes))).double()
-    model.set_experts_implementation("eager")
-    ids = torch.arange(3, 11)[None]
-    (layer,) = Capturer(model).run({"input_ids": ids})
-    att = layer.attention
-    assert (att.heads, att.d_v, att.tokens) == (4, 16, 8)
-    model.set_attn_implementation("eager")
-    module, name = model.layers[0].self_attn, "layers.0.self_attn"
-    given = given_to(model, name, {"input_ids": ids})
-    heads = before(module.o_a_proj, lambda x: module(**{**given, "hidden_states": x}), 2)
-    check(att, norms(lambda x: heads(x).reshape(8, 4, 16), given["hidden_states"]))
-
-
-DETACHED: dict[str, Callable[[Tensor], Tensor]] = {
+DETACHED = {
     "detach": lambda t: t.detach(),
     "data": lambda t: t.data,
     "no_grad": torch.no_grad()(lambda t: t * 1),
@@ -307,7 +285,7 @@ def rows(model, inputs, closed):
         return Capturer(model, closed=closed).run(inputs)
 
 
-ONE: dict[str, Callable[..., Sequence[Tensor]]] = {
+ONE = {
     "two norms": lambda m, x: (m.norms[0](x), m.norms[1](x), m.norms[1](x)),
     "norm of queries": lambda m, x: (m.norms[0](x), x, x),
     "positions": lambda m, x: (x + Z, x + Z, x),
@@ -326,9 +304,7 @@ def test_the_input_is_what_the_block_was_given(case, closed):
     check(att, norms(lambda x: block.heads(*ONE[case](block, x)), tokens), map="heads")
 
 
-Attended = Callable[[Callable[..., Tensor], Tensor], Tensor]
-Several = tuple[tuple[Tensor, Tensor, Tensor], dict[str, int], Attended, Attended, Tensor]
-SEVERAL: dict[str, Several] = {
+SEVERAL = {
     "values apart": ((X, X, Z), {}, lambda f, x: f(x, x, Z), lambda f, z: f(X, X, z), Z),
     "keys apart": ((X, Z, X), {}, lambda f, x: f(x, Z, x), lambda f, z: f(X, z, X), Z),
     "one memory": ((X, Z, Z), {}, lambda f, x: f(x, Z, Z), lambda f, z: f(X, z, z), Z),

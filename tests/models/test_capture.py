@@ -3,8 +3,8 @@
 import pytest
 import torch
 import transformers as tf
-from support.models import AFFINE, IMAGE, LLAMA, MODERN, TEXT, build, inputs_for, own_heads
-from support.modules import check, norms
+from support.models import AFFINE, LLAMA, MODERN, TEXT, build, inputs_for, wide
+from support.modules import check, own_norms
 from support.oracles import capture_error
 from support.reference import dense_jacobian
 from support.versions import marked, newer_transformers
@@ -14,11 +14,6 @@ import lipbound as lb
 from lipbound.errors import CaptureError
 from lipbound.models.capture.capture import Capturer, capture
 from lipbound.models.capture.seeing import interface
-
-
-def test_bidirectional_padding_is_no_mask():
-    model = build(AFFINE["bert"])
-    assert capture(model, inputs_for(model, padded=True))[0].mask is None
 
 
 @newer_transformers("the eager attention of GPT-2 has a causal mask of its own")
@@ -83,19 +78,6 @@ def test_a_loud_head_does_not_hide_a_wrong_one(altered):
     with torch.no_grad():
         model.encoder.layer[0].attention.self.value.weight[:6] *= 1e5
     assert "differ from the model's own" in capture(model, inputs_for(model))[0].reason
-
-
-def test_the_model_is_left_as_it_was():
-    config = tf.CLIPConfig(text_config=dict(TEXT), vision_config=dict(IMAGE), projection_dim=8)
-    model = tf.CLIPModel(config)
-    model.set_attn_implementation({"text_config": "eager", "vision_config": "sdpa"})
-    model.train()
-    model.text_model.eval()
-    with interface.implementation(model, interface.RECORDING_ATTENTION):
-        assert model.config.text_config._attn_implementation == interface.RECORDING_ATTENTION
-    assert model.config.text_config._attn_implementation == "eager"
-    assert model.config.vision_config._attn_implementation == "sdpa"
-    assert (model.training, model.text_model.training) == (True, False)
 
 
 @newer_transformers("Doge fails where torch has no flex_attention")
@@ -222,8 +204,9 @@ def test_jacobian_is_that_of_the_models_own_module(family):
     """Dense SVD of autograd through the model's eager attention module, in float64, against ours;
     every sound bound is above it."""
     model = build(ALL[family]).double()
-    att, heads = own_heads(model, 1)
-    sigma = norms(heads, att.x[0])
+    inputs = wide(inputs_for(model))
+    (layer,) = Capturer(model, [1]).run(inputs)
+    att, sigma = layer.attention, own_norms(model, layer.name, inputs, layer.attention)
     check(att, sigma, rtol=1e-6)
     own = [torch.linalg.matrix_norm(dense_jacobian(att, 0, h), 2) for h in range(att.heads)]
     torch.testing.assert_close(torch.stack(own), sigma, rtol=1e-6, atol=0)
@@ -246,6 +229,7 @@ def test_padding_is_left_out(family):
     short = capture(model, {name: t[1:, :6] for name, t in batch.items()})
     for padded, alone in zip(capture(model, batch), short, strict=True):
         assert padded.lengths.tolist() == [9, 6]
+        assert (padded.mask is None) == (family in ("bert", "roberta", "distilbert"))
         torch.testing.assert_close(padded.out[1:, :, :6], alone.out, rtol=1e-4, atol=1e-5)
         its = lb.spectral_norm(alone, tol=1e-6).lower[0]
         check(padded, its, sample=1, tol=1e-6, rtol=1e-4)
@@ -255,9 +239,10 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("Llama", "gpt-os
 
 
 @pytest.mark.parametrize("family", ["Qwen 3", "Gemma 2", *SLOW])
-def test_compare(family):
+def test_compare(family, tmp_path):
     model = build(MODERN[family])
-    ds = lb.compare(model, inputs_for(model), progress=False)
+    options = {"out": tmp_path / "run.zarr", "resume": True, "progress": False}
+    ds = lb.compare(model, inputs_for(model), **options)
     assert set(ds.attrs["variants"]) == HAS.get(family, {"rotation"})
     assert "lipbound" in ds.attrs["bounds"]
     assert "kim" not in ds
@@ -267,13 +252,7 @@ def test_compare(family):
     assert not (set(ds.attrs["bounds"]) & set(ds.attrs["not_applicable"]))
     assert "left out (Kim 2021" in lb.tables.methods(ds, "text")
     assert "left out, since the statement does not cover" in lb.tables.render(ds)
+    # although the bounds that were asked for are more than those that apply
+    assert lb.compare(model, inputs_for(model), **options)["exact"].equals(ds["exact"])
     with pytest.raises(lb.LipboundError, match=r"'kim' does not cover rotary .*leave it out"):
         lb.compare(model, inputs_for(model), bounds=["kim", "lipbound"], progress=False)
-
-
-def test_a_finished_run_is_taken_up(tmp_path):
-    """Although the bounds that were asked for are more than those that apply."""
-    model = build(MODERN["Mistral"])
-    kwargs = {"out": tmp_path / "run", "resume": True, "progress": False}
-    first = lb.compare(model, inputs_for(model), **kwargs)
-    assert lb.compare(model, inputs_for(model), **kwargs)["exact"].equals(first["exact"])

@@ -19,7 +19,7 @@ import lipbound as lb
 from lipbound.errors import CheckpointError, InputsError, Notice
 from lipbound.models.checkpoint import Inputs
 from lipbound.models.loading import Checkpoint, load_checkpoint
-from lipbound.models.readers import DEFAULT_TEXT, PHOTOGRAPHS
+from lipbound.models.readers import PHOTOGRAPHS
 
 
 @pytest.fixture(scope="module")
@@ -33,17 +33,6 @@ def vit(vit):
 
 
 TEXTS = ["the ferry is in a clock", "keeper", "   ", "a lighthouse and the island"]
-
-
-def test_minilm_windows_begin_like_plain_truncation():
-    checkpoint = load_checkpoint("builtin:minilm")
-    batch = lb.prepare(checkpoint, None, samples=3, max_length=32).batch
-    text = DEFAULT_TEXT.read_text()
-    plain = checkpoint.tokenizer()(text, truncation=True, max_length=32, return_tensors="pt")
-    assert batch["input_ids"].shape == (3, 32)
-    assert torch.equal(batch["input_ids"][:1], plain["input_ids"])
-    assert len({tuple(row.tolist()) for row in batch["input_ids"]}) == 3
-    assert bool((batch["attention_mask"] == 1).all())
 
 
 def test_default_photographs_are_those_of_scikit_image_as_builtin_models_see_them():

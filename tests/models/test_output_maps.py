@@ -1,15 +1,12 @@
 """The map from the outputs of heads to what their module returns, whatever stands between, against
 dense derivatives of the module itself."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
 from support.models import MODERN, build, inputs_for
 from support.modules import norms, sdpa, split
-from torch import Tensor, nn
+from torch import nn
 
 import lipbound as lb
 from lipbound.models.capture.capture import Capturer
@@ -34,10 +31,6 @@ class Scaling(Wrapper):
 
     def forward(self, x):
         return self.base(x * CONSTANT.to(x))
-
-
-Ends = Callable[[Any, Tensor, Tensor], Tensor]
-"""What a module makes of the outputs of its heads, and of its tokens."""
 
 
 class Heads(nn.Module):
@@ -67,12 +60,13 @@ class Heads(nn.Module):
         return self.end(self, self.heads(x), x)
 
 
-ENDS: dict[str, Ends] = {
+ENDS = {
     "constants between": lambda m, o, x: m.out(o.flatten(2) * CONSTANT.to(o)),
     "heads interleaved": lambda m, o, x: m.out(o.mT.flatten(2)),
     "two projections": lambda m, o, x: F.linear(m.out(o.flatten(2)), m.qkv.weight[:7]),
     "no module": lambda m, o, x: F.linear(o.flatten(2), m.out.weight, m.out.bias),
 }
+"""What a module makes of the outputs of its heads, and of its tokens."""
 ABLATION = torch.tensor([1.0] * 4 + [0.0] * 4 + [3.0] * 4)
 
 
@@ -205,7 +199,6 @@ def test_maps_of_torch_layers(norm, norm_first, batch_first):
         ("pre_norm" if norm_first else "post_norm", block, X),
     ):
         check(found, name, dense(function, tokens.detach()), rtol=1e-6)
-    assert found.w_o is not None
     torch.testing.assert_close(found.w_o.flatten(0, 1), attention.out_proj.weight.mT.detach())
 
 
@@ -225,5 +218,4 @@ def test_released_weights_are_probed_again_with_their_wrappers():
         w_o = capturer.run(inputs)[0].attention.w_o
         eye = torch.eye(24)
         expected = (wrapper(eye) - wrapper(0 * eye)).detach()
-        assert w_o is not None
         torch.testing.assert_close(w_o.flatten(0, 1), expected)

@@ -9,7 +9,7 @@ import torch
 import transformers as tf
 from support import models
 from support.models import AFFINE, IDS, LLAMA, MODERN, SEQ2SEQ, TEXT, build, inputs_for
-from support.modules import QKV, before, check, given_to, joined, norms
+from support.modules import QKV, check, joined, own_norms
 from support.oracles import oracle
 from support.versions import newer_transformers
 from torch import Tensor, nn
@@ -18,10 +18,10 @@ from torch.overrides import TorchFunctionMode
 import lipbound as lb
 
 SELF_ATTENTION = {
-    "bart": ("decoder.layers.0.self_attn", "out_proj"),
-    "t5": ("decoder.block.0.layer.0.SelfAttention", "o"),
+    "bart": "decoder.layers.0.self_attn",
+    "t5": "decoder.block.0.layer.0.SelfAttention",
 }
-"""Of decoders, and its output projection."""
+"""Of decoders."""
 NINE = torch.arange(3, 12).expand(2, -1)
 PADDED = torch.tensor([[1] * 9, [1] * 4 + [0] * 5])
 LEFT = torch.tensor([[1] * 9, [0] * 5 + [1] * 4])
@@ -60,34 +60,19 @@ def told(model, inputs, words):
         return lb.capture(model, inputs)
 
 
-def dense_norms(model, inputs, name, projection, count):
-    """Of the heads of a module at the first tokens of the second sample, by autograd through the
-    model's eager attention."""
-    model.set_attn_implementation("eager")
-    owner, given = model.get_submodule(name), given_to(model, name, inputs)
-    masks = {k: t[1:] for k, t in given.items() if isinstance(t, Tensor) and len(t) == 2}
-    x = masks["hidden_states"][0]
-
-    def run(first):
-        tokens = torch.cat([first, x[count:]])[None]
-        with Wide():
-            owner(**{**given, **masks, "hidden_states": tokens})
-
-    return norms(lambda x: before(owner.get_submodule(projection), run)(x)[0, :count], x[:count])
-
-
 @pytest.mark.parametrize("real", [9, 7], ids=["no mask of the decoder", "a mask of the decoder"])
 @pytest.mark.parametrize("family", SELF_ATTENTION)
 def test_a_decoder_has_its_own_padding(family, real):
     """Not the encoder's, although both have as many tokens."""
-    model, (name, projection) = build(SEQ2SEQ[family]).double(), SELF_ATTENTION[family]
+    model = build(SEQ2SEQ[family]).double()
     inputs = {"input_ids": NINE, "decoder_input_ids": NINE + 9, "attention_mask": PADDED}
     if real < 9:
         inputs["decoder_attention_mask"] = torch.tensor([[1] * 9, [1] * real + [0] * (9 - real)])
     encoder, decoder = lb.capture(model, inputs, layers=[0, 1])
     assert encoder.lengths.tolist() == [9, 4]
     assert decoder.lengths.tolist() == [9, real]
-    expected = dense_norms(model, inputs, name, projection, real)
+    with Wide():
+        expected = own_norms(model, SELF_ATTENTION[family], inputs, decoder, 1)
     check(decoder, expected, sample=1, rtol=1e-6, delta=1e-6)
     upper = lb.spectral_norm(decoder, tol=1e-9, delta=1e-6).upper[1]
     assert bool((upper >= expected * (1 - 1e-9)).all())
@@ -209,11 +194,16 @@ def test_one_model_has_streams_of_text_and_images():
     parts = {"text_config": {**TEXT, "num_hidden_layers": 1}, "projection_dim": 8}
     parts["vision_config"] = {**models.IMAGE, "num_hidden_layers": 1}
     model = build(lambda: tf.CLIPModel(tf.CLIPConfig(**parts)))
+    model.set_attn_implementation({"text_config": "eager", "vision_config": "sdpa"})
     g, real = torch.Generator().manual_seed(0), torch.tensor([[17], [10]])
     inputs = {"input_ids": torch.randint(3, 60, (2, 17), generator=g)}
     inputs["attention_mask"] = (torch.arange(17) < real).long()
     inputs["pixel_values"] = torch.randn(2, 3, 16, 16, generator=g)
+    model.train().text_model.eval()
     assert sorted(layer.lengths.tolist() for layer in silent(model, inputs)) == [[17, 10], [17, 17]]
+    towers = model.config.text_config, model.config.vision_config
+    assert [one._attn_implementation for one in towers] == ["eager", "sdpa"]
+    assert (model.training, model.text_model.training) == (True, False)
 
 
 def test_a_text_that_was_seen_before_changes_nothing():

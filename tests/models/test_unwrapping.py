@@ -3,7 +3,6 @@
 import re
 import warnings
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -60,14 +59,6 @@ WRAPPED = {
 }
 
 
-class Plain(NamedTuple):
-    model: tf.PreTrainedModel
-    inputs: dict[str, torch.Tensor]
-    layers: list[lb.Attention]
-    norm: torch.Tensor
-    exact: np.ndarray
-
-
 @pytest.fixture(scope="module")
 def plain():
     """A model without a wrapper, and what is measured of it."""
@@ -75,7 +66,7 @@ def plain():
     inputs = inputs_for(model)
     exact = lb.compare(model, inputs, bounds=["lipbound"], progress=False)["exact"].values
     norm = lb.network_norm(model, inputs, end=0).lower
-    return Plain(model, inputs, lb.capture(model, inputs), norm, exact)
+    return model, inputs, lb.capture(model, inputs), norm, exact
 
 
 COMPILED = newer_torch("2.6", "running a compiled model as it is written")
@@ -85,7 +76,7 @@ COMPILED = newer_torch("2.6", "running a compiled model as it is written")
     "how", [pytest.param(how, marks=[COMPILED] * how.startswith("compiled")) for how in WRAPPED]
 )
 def test_every_entry_takes_wrappers(how, plain):
-    model, inputs = plain.model, plain.inputs
+    model, inputs, own, own_norm, own_exact = plain
     wrap, sentence = WRAPPED[how]
     wrapped = wrap(model)
     with warnings.catch_warnings(record=True) as told:
@@ -95,9 +86,9 @@ def test_every_entry_takes_wrappers(how, plain):
         ds = lb.compare(wrapped, inputs, bounds=["lipbound"], progress=False)
     notices = [str(one.message) for one in told if issubclass(one.category, Notice)]
     assert len(notices) == (3 if sentence else 0)
-    assert all(torch.equal(a.p, b.p) for a, b in zip(layers, plain.layers, strict=True))
-    assert torch.equal(norm.lower, plain.norm)
-    assert np.array_equal(ds["exact"], plain.exact)
+    assert all(torch.equal(a.p, b.p) for a, b in zip(layers, own, strict=True))
+    assert torch.equal(norm.lower, own_norm)
+    assert np.array_equal(ds["exact"], own_exact)
     assert not sentence or (re.search(sentence, notices[0]) and notices[0] in ds.attrs["notes"])
     with lb.attention_probabilities(wrapped) as found:
         model(**inputs)

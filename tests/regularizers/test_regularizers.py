@@ -17,11 +17,7 @@ from lipbound.attention.layer import Attention
 from lipbound.bounds import get
 from lipbound.errors import CaptureError
 from lipbound.models.capture.capture import capture
-from lipbound.models.training import (
-    attention_layers,
-    attention_probabilities,
-    projections,
-)
+from lipbound.models.training import attention_layers, attention_probabilities, projections
 from lipbound.regularizers.penalties import ExactNorm, JaSMin, SoundPenalty, Specformer
 
 
@@ -135,7 +131,6 @@ def test_projections_are_those_found_by_probing(name):
         for w, exact in zip(mine.w, (att.w_q / scaling, att.w_k, att.w_v), strict=True):
             close(w, exact, 1e-4, 1e-5)
         for b, shift in zip(mine.b[1:], (att.b_k, att.b_v), strict=True):
-            assert b is not None
             close(b, torch.zeros_like(b) if shift is None else shift, 1e-4, 1e-5)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as tf
+from support import trainers
 from support.commands import refused
 from support.models import AFFINE, SEQ2SEQ, TEXT, build
 from support.trainers import LENGTHS, NO_DROPOUT, SmallTrainer, decoder, texts, trainer_of
@@ -66,14 +67,7 @@ def mean_of(make, penalty):
     return sum(values) / len(values)
 
 
-PENALTIES = {
-    "max": JaSMin,
-    "mean": lambda: JaSMin(3, "mean"),
-    "specformer": lambda: Specformer(0.1, 0.2, 0.3, steps=300),
-    "function": lambda: lambda found: JaSMin(reduce="mean")(found),
-    "sound": SoundPenalty,
-    "exact": lambda: ExactNorm(tol=1e-6),
-}
+PENALTIES = {**trainers.PENALTIES, "function": lambda: lambda found: JaSMin(reduce="mean")(found)}
 
 
 @functools.cache

@@ -275,6 +275,8 @@ def test_methods_say_the_settings_of_the_run(ds):
     ):
         assert part in text, part
     assert set(re.findall(r"\\cite\{(\w+)\}", typeset)) == set(citations.citation_keys(ds))
+    keys = "kim2021lipschitz hu2024specformer castin2024smooth yudin2025pay lipbound2026"
+    assert [lb.tables.bibtex(ds).count(f"{{{key},") for key in keys.split()] == [1] * 5
     assert "$1 - 10^{-6}$" in typeset
     model, options = build(AFFINE["gpt2"]), {"bounds": ["yudin"], "progress": False}
     rough = lb.compare(model, inputs_for(model), delta=None, samples=1, **options)

@@ -5,22 +5,21 @@ import xarray as xr
 from support.commands import refused
 from support.models import AFFINE, TEXT, build
 from support.oracles import oracle
+from support.runs import TEXTS
 from transformers import BertConfig, BertModel
 
 import lipbound as lb
-from lipbound.bounds.audit import audit
 from lipbound.bounds.ours import block_norms
 
-TEXTS = ["the ferry is in a clock", "the keeper and the lighthouse", "a island of the ferry"]
 OPTIONS = {"max_length": 12, "progress": False}
 
 
-def test_values_are_those_of_the_layers(bert):
+def test_values_are_those_of_the_layers(bert, wide_layers):
     ds = lb.compare(bert, TEXTS, dtype="float64", tol=1e-9, **OPTIONS)
     assert ds["exact"].dims == ("sample", "layer", "head")
-    assert ds["exact"].shape == (3, 2, 4)
-    assert ds["length"].values.tolist() == [6, 5, 5]
-    for i, att in enumerate(captured(bert, TEXTS)):
+    assert ds["exact"].shape == (4, 2, 4)
+    assert ds["length"].values.tolist() == [6, 5, 5, 2]
+    for i, att in enumerate(wide_layers):
         np.testing.assert_allclose(ds["exact"][:, i], oracle(att), rtol=1e-8)
         assert bool((oracle(att).numpy() <= ds["exact_upper"][:, i] * (1 + 1e-12)).all())
         for name, value in lb.bounds.evaluate(att).items():
@@ -39,7 +38,7 @@ def test_numbers_do_not_depend_on_the_size_of_blocks(padding, bert):
     gpt2 = build(AFFINE["gpt2"])
     ready = {"input_ids": ids % gpt2.config.vocab_size, "attention_mask": torch.stack(rows).long()}
     options = {"exact_samples": 3, "bounds": ["yudin", "castin_bias"], **OPTIONS}
-    for model, data in ((bert, [*TEXTS, "the clock", "a ferry"]), (gpt2, ready)):
+    for model, data in ((bert, [*TEXTS, "a ferry"]), (gpt2, ready)):
         one, *others = (
             lb.compare(model, data, memory=memory, **options) for memory in (1, 300_000, "1GB")
         )
@@ -89,7 +88,6 @@ def test_a_full_disk_does_not_cost_the_run(bert, tmp_path, monkeypatch):
         with pytest.raises(lb.errors.StoreError, match="No space left on device") as caught:
             lb.compare(bert, TEXTS, **options)
     lost = caught.value.dataset
-    assert lost is not None
     assert [p.name for p in tmp_path.iterdir()] == ["run.zarr.partial"]
     again = lb.compare(bert, TEXTS, resume=True, **options)
     xr.testing.assert_identical(again.drop_attrs(), lost.drop_attrs())
@@ -137,20 +135,6 @@ def test_the_audit_catches_unsound_statements(name, model):
     for other in ("kim", "castin_bias", "yudin", "yudin_g1", "yudin_sqrt_n", "yudin_closed"):
         assert ds.attrs["audit"][other]["violations"] == 0
         assert ds.attrs["audit"][other]["sound"] == 8
-
-
-def test_the_audit_counts_broken_theorems():
-    ds = run(doctored())
-    ds["yudin"][0, 0, 1] = 0.5 * ds["exact"][0, 0, 1]
-    entry = audit(ds)["yudin"]
-    assert (entry["violations"], entry["broken"], entry["compared"]) == (1, 1, 8)
-    assert entry["worst"] == pytest.approx(0.5)
-
-
-def captured(bert, texts):
-    """Layers of the small BERT at some texts, in float64."""
-    batch = lb.load_checkpoint(bert).tokenizer()(texts, padding=True, return_tensors="pt")
-    return lb.capture(BertModel.from_pretrained(bert).double(), dict(batch))
 
 
 def test_bounds_are_left_out_of_inputs_that_are_too_long_for_them(monkeypatch):

@@ -4,7 +4,6 @@ of what is not there."""
 import json
 import shutil
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +16,6 @@ import lipbound as lb
 from lipbound.bounds.audit import audit, missing
 from lipbound.errors import AlteredRunError, DamagedRunWarning, StoreError
 from lipbound.runs.checksums import faults
-
-Change = Callable[[Path], None]
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +76,7 @@ def text(name, content):
 EVERYWHERE = "its numbers at every sample and layer are not those that were computed"
 HERE = "its numbers at sample 1 layer 0 are not those that were computed"
 UNREAD = "a part of it cannot be read"
-DAMAGE: list[tuple[Change, str]] = [
+DAMAGE = [
     *((without_chunk(name), EVERYWHERE) for name in ("yudin", "exact_upper", "layer_name")),
     *((without_chunk(name), EVERYWHERE) for name in ("checksum", "head", "length", "exact")),
     *((without_chunk(name), "those that were comp") for name in ("yudin_sound", "layer", "sample")),
@@ -102,6 +99,8 @@ DAMAGE: list[tuple[Change, str]] = [
     (setting("label", "Kim", "lipbound"), "what 'lipbound' says (its attr"),
     (setting("long_name", "upper end", "exact"), "what 'exact' says (its attributes) is not what"),
     (setting("tol", 0.1), "its settings (attributes) are not those that were recorded"),
+    *((setting(name, {"yudin": 3}), "its settings (") for name in ("audit", "violations")),
+    (setting("data", "ImageNet"), "its settings ("),
     (setting("samples", None), "its setting 'samples' is missing"),
     (setting("tol", "wide"), "its setting 'tol' is 'wide'"),
     (setting("dtype", "float8"), "its setting 'dtype' is 'float8'"),
@@ -190,7 +189,9 @@ def test_what_is_not_there_is_not_compared(gpt2_run):
     assert np.isnan(found["castin"]["worst"])
     assert [missing(ds, name) for name in ("yudin", "exact", "lipbound")] == [8, 4, 0]
     ds["lipbound"][0, 1, 0] = 0.5 * ds["exact"][0, 1, 0]
-    assert audit(ds)["lipbound"]["broken"] == 1  # what is there is
+    found = audit(ds)["lipbound"]  # what is there is
+    assert (found["violations"], found["broken"], found["compared"]) == (1, 1, 12)
+    assert found["worst"] == pytest.approx(0.5)
     text = " ".join(lb.tables.render(ds).split())
     assert "Yudin 2025, Thm 3 (yudin): no value at 8 of 12" in text
     assert "exact norms: no value at 4 of 16" in text

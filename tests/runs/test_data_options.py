@@ -42,15 +42,11 @@ def test_shuffled_runs_are_replayed(seed, bert, table, tmp_path):
     options["resume"] = True
     refused(lambda: lb.compare(bert, table, shuffle=6, **options), "data_fingerprint")
     assert lb.compare(bert, table, shuffle=seed, **options).identical(stored)
-    plain = lb.compare(bert, table, samples=3, **QUICK)
-    assert plain.attrs["source"]["shuffle"] is None
-
-
-def test_all_samples(bert, table):
-    ds = lb.compare(bert, table, samples="all", **QUICK)
-    assert ds.sizes["sample"] == ds.attrs["samples"] == 12
-    assert "notes" not in ds.attrs
-    assert lb.verify(ds).ok
+    every = lb.compare(bert, table, samples="all", **QUICK)
+    assert every.attrs["source"]["shuffle"] is None
+    assert every.sizes["sample"] == every.attrs["samples"] == 12
+    assert "notes" not in every.attrs
+    assert lb.verify(every).ok
 
 
 def test_tokenizers_and_processors_by_name_are_replayed(bert, table, vit, tmp_path):

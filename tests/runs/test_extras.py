@@ -3,8 +3,6 @@
 import numpy as np
 import pytest
 import torch
-import transformers as tf
-from support.models import IMAGE, build
 from support.oracles import jacobians
 
 import lipbound as lb
@@ -59,21 +57,6 @@ def test_what_is_too_large_is_told():
         ds = lb.compare(given, bounds="none", extras=["condition"], progress=False)
     assert bool(ds["jacobian_condition"].isnull().all())
     assert any("jacobian_condition" in note for note in ds.attrs["notes"])
-
-
-def test_windows_of_an_image_are_added_up():
-    sizes = {"image_size": IMAGE["image_size"], "patch_size": 2, "embed_dim": 8, "window_size": 4}
-    model = build(lambda: tf.SwinModel(tf.SwinConfig(**sizes, depths=[1], num_heads=[2])))
-    pixels = {"pixel_values": torch.randn(1, 3, 16, 16, generator=torch.manual_seed(0))}
-    options = {"bounds": "none", "extras": ["frobenius", "condition"], "progress": False}
-    with pytest.warns(lb.Notice, match="jacobian_condition is missing"):
-        ds = lb.compare(model, inputs=pixels, **options)
-    (att,) = lb.capture(model, pixels)
-    each = lb.frobenius_norm(att)  # of every window
-    assert len(each) > 1
-    whole = each.square().sum(0).sqrt()
-    np.testing.assert_allclose(ds["jacobian_frobenius"][0, 0], whole, rtol=1e-5)
-    assert bool(ds["jacobian_condition"].isnull().all())
 
 
 def test_a_name_counts_once():

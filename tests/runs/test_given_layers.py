@@ -81,15 +81,6 @@ def test_what_layers_cannot_have() -> None:
     np.testing.assert_allclose(ds["exact"][:, 0], norm, rtol=1e-3)
 
 
-def test_inputs_are_ready_data() -> None:
-    model, x = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), torch.randn(2, 5, 8)
-    some = lb.compare(model.eval(), inputs=x, bounds="none", progress=False)
-    others = lb.compare(model.eval(), x, bounds="none", progress=False)
-    np.testing.assert_array_equal(some["exact"], others["exact"])
-    with pytest.raises(lb.LipboundError, match="data and inputs are both given"):
-        lb.compare(model, x, inputs=x, progress=False)
-
-
 def test_numbers_without_an_axis_of_samples() -> None:
     """A time, one for each sample or one for all, and places of any layout, go in as they are."""
 

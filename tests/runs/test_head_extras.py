@@ -24,7 +24,6 @@ TEXTS = ["a b c", "b c d e f"]
 def expected(att, s, h, tau):
     """What is defined, of a head at a sample."""
     q, k, v = (w[h].double().numpy() for w in (att.w_q, att.w_k, att.w_v))
-    assert att.w_o is not None
     qk, ov = att.scale * q @ k.T, v @ att.w_o[h].double().numpy()
     found = {}
     for name, w in (("wqk", qk), ("wov", ov)):
@@ -94,7 +93,6 @@ def test_runs(name):
     inputs = inputs_for(model)
     ds = lb.compare(model, inputs, bounds="none", extras=NAMES, tau=0.5, progress=False)
     for i, att in enumerate(lb.capture(model, inputs)):
-        assert isinstance(att, lb.Attention)
         check(att, {one: ds[one].isel(layer=i).values for one in NAMES}, 0.5)
     assert ds.attrs["tau"] == 0.5
     assert all("source" in ds[one].attrs for one in NAMES)

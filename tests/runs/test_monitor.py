@@ -18,9 +18,9 @@ import zarr
 from filelock import FileLock, Timeout
 from support import trainers
 from support.commands import refused
-from support.models import AFFINE, GPT2, build, inputs_for, own_heads
-from support.modules import norms
-from support.trainers import NO_DROPOUT
+from support.models import AFFINE, GPT2, build, inputs_for
+from support.modules import own_norms
+from support.trainers import IDS, NO_DROPOUT, RATE, train
 from torch import nn
 
 import lipbound as lb
@@ -30,34 +30,10 @@ from lipbound.runs.monitor import logged_numbers
 from lipbound.runs.store import at_step
 from lipbound.schema import STATISTICS
 
-IDS = torch.randint(3, 60, (2, 9), generator=torch.Generator().manual_seed(0))
-RATE = 0.5
-
 
 def decoder(**options):
     """A small GPT-2 in training mode."""
     return trainers.decoder(**options).train()
-
-
-def train(model, steps, before=lambda step: None):
-    """Train by a plain loop, with dropout where the model has it.
-
-    By SGD: Adam would make steps of rounding, since biases of keys have no gradient.
-    """
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    for step in range(steps):
-        before(step)
-        loss = model(input_ids=IDS, labels=IDS).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def measured(monitor, step):
-    """The run at a step that is due."""
-    ds = monitor.step(step)
-    assert ds is not None
-    return ds
 
 
 def own(model):
@@ -65,10 +41,11 @@ def own(model):
     that says of itself: (samples, layers, heads) each."""
     exact, logit = torch.zeros(2, 2, 4).double(), torch.zeros(2, 2, 4).double()
     hidden = torch.ones(9, 9, dtype=torch.bool).triu(1)
+    eager, inputs = copy.deepcopy(model).double().eval(), {"input_ids": IDS}
+    layers = lb.capture(eager, inputs)
     for s, i in np.ndindex(2, 2):
-        eager = copy.deepcopy(model).double().eval()
-        att, heads = own_heads(eager, i, {"input_ids": IDS}, s)
-        exact[s, i] = norms(heads, att.x[s])
+        att = layers[i]
+        exact[s, i] = own_norms(eager, f"transformer.h.{i}.attn", inputs, att, s)
         scores = (att.scale * att.q[s] @ att.k[s].mT).masked_fill(hidden, -torch.inf)
         logit[s, i] = scores.amax((-1, -2))
     with torch.no_grad():
@@ -121,8 +98,7 @@ def test_a_training_does_not_notice(tmp_path):
     monitor = lb.Monitor(watched, IDS, every=1, out=tmp_path / "run.zarr", bounds="default")
     before = [module.training for module in watched.modules()]
     train(watched, 5, monitor.step)
-    mine, theirs = watched.state_dict(), alone.state_dict()
-    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    torch.testing.assert_close(watched.state_dict(), alone.state_dict(), rtol=0, atol=0)
     assert states == (random.getstate(), np.random.get_state()[1].tolist())  # noqa: NPY002
     assert [module.training for module in watched.modules()] == before
     assert watched.config._attn_implementation == alone.config._attn_implementation
@@ -147,7 +123,7 @@ def test_later_steps_are_those_of_a_new_monitor(name):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.3)
-    mine, new = measured(monitor, 1), measured(lb.Monitor(model, inputs_for(model), every=1), 1)
+    mine, new = monitor.step(1), lb.Monitor(model, inputs_for(model), every=1).step(1)
     assert mine.drop_attrs().equals(new.drop_attrs())
     assert mine.attrs["capture_error"] < 1e-4
 
@@ -167,18 +143,18 @@ def test_weights_of_known_names_that_are_not_all():
     linear.__class__ = Adapted
     monitor = lb.Monitor(model, IDS, every=1)
     linear.more = 0.3
-    mine, new = measured(monitor, 0), measured(lb.Monitor(model, IDS, every=1), 0)
+    mine, new = monitor.step(0), lb.Monitor(model, IDS, every=1).step(0)
     np.testing.assert_array_equal(mine["exact"], new["exact"])
     linear.more = 0.0
-    assert not np.allclose(mine["exact"], measured(monitor, 1)["exact"], rtol=0.01)
+    assert not np.allclose(mine["exact"], monitor.step(1)["exact"], rtol=0.01)
 
 
 def test_a_layer_is_one_number():
     model = decoder()
-    ds, each = measured(lb.Monitor(model, IDS, map="layer", layers=[1]), 0), lb.Monitor(model, IDS)
+    ds, each = lb.Monitor(model, IDS, map="layer", layers=[1]).step(0), lb.Monitor(model, IDS)
     assert ds["exact"].dims == ("sample", "layer")
     assert ds["layer"].values.tolist() == [1]
-    heads = measured(each, 0)
+    heads = each.step(0)
     for name, over in zip(STATISTICS, ("max", "mean", "mean"), strict=True):
         of_heads = getattr(heads[name].sel(layer=[1]), over)("head")
         np.testing.assert_allclose(ds[name].values, of_heads.values, rtol=1e-12)
@@ -186,7 +162,7 @@ def test_a_layer_is_one_number():
 
 def test_a_norm_of_tokens_is_that_of_a_run():
     model, how = decoder(), {"norm": "every-token", "bounds": "none"}
-    ds, run = measured(lb.Monitor(model, IDS, **how), 0), lb.compare(model.eval(), IDS, **how)
+    ds, run = lb.Monitor(model, IDS, **how).step(0), lb.compare(model.eval(), IDS, **how)
     np.testing.assert_allclose(ds["exact"], run["exact"], rtol=2e-3)
     np.testing.assert_allclose(ds["exact_upper"], run["exact_upper"], rtol=2e-3)
 
@@ -197,14 +173,14 @@ def test_half_precision_is_measured_in_a_copy():
         monitor = lb.Monitor(model, IDS)
     with torch.no_grad():  # the copy is made anew
         model.transformer.h[0].attn.c_attn.weight.mul_(3)
-    wide = measured(lb.Monitor(copy.deepcopy(model).float(), IDS), 0)
-    np.testing.assert_array_equal(measured(monitor, 0)["exact"].values, wide["exact"].values)
+    wide = lb.Monitor(copy.deepcopy(model).float(), IDS).step(0)
+    np.testing.assert_array_equal(monitor.step(0)["exact"].values, wide["exact"].values)
     assert model.dtype == torch.bfloat16
 
 
 def test_wrappers_are_taken_off():
     model = decoder()
-    bare, compiled = (measured(lb.Monitor(one, IDS), 0) for one in (model, torch.compile(model)))
+    bare, compiled = (lb.Monitor(one, IDS).step(0) for one in (model, torch.compile(model)))
     assert bare.drop_attrs().equals(compiled.drop_attrs())
 
 
@@ -310,7 +286,6 @@ def test_a_second_process_is_refused(tmp_path, there):
         grown(path, model)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", HOLD, lock], **pipes) as other:
-        assert other.stdout is not None
         assert other.stdout.readline() == "held\n"
         call = functools.partial(lb.Monitor, model, IDS, out=path, resume=there)
         refused(call, "another process is filling ", "run.zarr at this", error=StoreError)
@@ -355,15 +330,15 @@ def test_layers_that_come_go_or_change_places_end_the_run(chosen, tmp_path):
     extra = build(lambda: tf.GPT2LMHeadModel(config), seed=1).transformer.h[0]
     blocks = [*model.transformer.h, extra]
     monitor = lb.Monitor(model, IDS, every=1, layers=chosen, out=tmp_path / "run.zarr")
-    first = measured(monitor, 0)
+    first = monitor.step(0)
     for step, there in enumerate(((0, 2), (0, 1, 2, 3), (2, 0, 1), (3, 0, 1)), 1):
         model.transformer.h = nn.ModuleList(blocks[i] for i in there)
         model.config.n_layer = len(there)
         with pytest.warns(Notice, match=f"step {step} of the training was not measured or kept"):
             assert monitor.step(step) is None
     model.transformer.h, model.config.n_layer = nn.ModuleList(blocks[:3]), 3
-    np.testing.assert_array_equal(measured(monitor, 5)["layer"], first["layer"])
-    np.testing.assert_allclose(measured(monitor, 5)["exact"], first["exact"], rtol=2e-3)
+    np.testing.assert_array_equal(monitor.step(5)["layer"], first["layer"])
+    np.testing.assert_allclose(monitor.step(5)["exact"], first["exact"], rtol=2e-3)
     assert lb.load(tmp_path / "run.zarr", damaged="refuse")["step"].values.tolist() == [0, 5]
 
 
@@ -374,7 +349,7 @@ def test_adapters_may_be_put_on_after_a_monitor_was_made():
     monitor = lb.Monitor(model, IDS)
     config = peft.LoraConfig(target_modules=["c_attn"], r=2, init_lora_weights=False)
     new = lb.Monitor(peft.get_peft_model(model, config), IDS)
-    np.testing.assert_array_equal(measured(monitor, 0)["exact"], measured(new, 0)["exact"])
+    np.testing.assert_array_equal(monitor.step(0)["exact"], new.step(0)["exact"])
 
 
 def test_a_step_is_verified_with_its_weights(tmp_path):
@@ -482,7 +457,6 @@ def test_a_model_that_a_trainer_runs_under_autocast_is_measured_in_its_own_dtype
     norm = lb.network_norm(model, {"input_ids": IDS}).lower
     trainer.train()
     wrapped = vars(model)["forward"]
-    assert before is not None
     for step in (0, 1):
         np.testing.assert_allclose(monitor.run["entropy"].sel(step=step), before["entropy"])
         np.testing.assert_allclose(monitor.run["exact"].sel(step=step), before["exact"], rtol=1e-3)

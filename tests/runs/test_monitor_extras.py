@@ -4,8 +4,6 @@ import copy
 import gc
 import itertools
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +11,7 @@ import torch
 from support import trainers
 from support.commands import refused
 from support.models import AFFINE, GPT2, MODERN, build, inputs_for
-from support.trainers import NO_DROPOUT
-from torch import Tensor
+from support.trainers import IDS, NO_DROPOUT, train
 
 import lipbound as lb
 from lipbound.errors import Notice
@@ -23,24 +20,13 @@ from lipbound.reporting.labels import run_caption, step_words
 from lipbound.runs.checksums import edited
 from lipbound.schema import OF_WEIGHTS
 
-IDS = torch.randint(3, 60, (2, 9), generator=torch.Generator().manual_seed(0))
 NAMES = [*OF_WEIGHTS, "batch_logit"]
 
 
-def update(model: Any, ids: Tensor = IDS, rate: float = 0.5) -> None:
-    """One step of SGD."""
-    model(input_ids=ids, labels=ids).loss.backward()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter -= rate * parameter.grad
-    model.zero_grad()
-
-
-def of_gpt2(model: Any) -> dict[str, np.ndarray]:
+def of_gpt2(model):
     """Extras of the weights of GPT-2's heads by float64 SVD, (layers, heads) each."""
     width, heads = GPT2["n_embd"], GPT2["n_head"]
-    found: dict[str, list[float]] = {name: [] for name in OF_WEIGHTS}
+    found = {name: [] for name in OF_WEIGHTS}
     for block in model.transformer.h:
         both, out = (
             getattr(block.attn, one).weight.detach().double() for one in ("c_attn", "c_proj")
@@ -60,18 +46,21 @@ def of_gpt2(model: Any) -> dict[str, np.ndarray]:
     return {name: np.reshape(one, (-1, heads)) for name, one in found.items()}
 
 
-def test_extras_between_norms_are_those_of_the_weights(tmp_path: Path) -> None:
+def test_extras_between_norms_are_those_of_the_weights(tmp_path):
     model, path, truth = trainers.decoder(**NO_DROPOUT).train(), tmp_path / "run.zarr", []
-    logged: dict[int, dict[str, float]] = {}
-    how: Any = {"extras": list(OF_WEIGHTS), "log": lambda said, at: logged.__setitem__(at, said)}
+    logged = {}
+    expected = []
+    how = {"extras": list(OF_WEIGHTS), "log": lambda said, at: logged.__setitem__(at, said)}
     monitor = lb.Monitor(model, IDS, every=3, extras_every=1, out=path, bounds=["lipbound"], **how)
-    for step in range(9):
+
+    def before(step):
         monitor.step(step)
         truth.append(of_gpt2(model))
         if step == 6:
             alone = lb.Monitor(model, IDS, every=3, extras=list(OF_WEIGHTS), bounds=["lipbound"])
-            expected = alone.step(6)
-        update(model)
+            expected.append(alone.step(6))
+
+    train(model, 9, before)
     run = monitor.run
     assert run["step"].values.tolist() == list(range(9))
     for step in range(9):
@@ -86,8 +75,7 @@ def test_extras_between_norms_are_those_of_the_weights(tmp_path: Path) -> None:
         first = float(truth[step]["wqk_norm"][0].max())
         assert logged[step]["lipbound/layer_0/wqk_norm_max"] == pytest.approx(first, rel=2e-6)
         assert ("lipbound/layer_0/exact_max" in logged[step]) == (step % 3 == 0)
-    assert expected is not None
-    assert run.sel(step=6).drop_attrs().equals(expected.drop_attrs())
+    assert run.sel(step=6).drop_attrs().equals(expected[0].drop_attrs())
     assert edited(run) is False
     stored = lb.load(path, damaged="refuse")  # up to the last norms
     assert stored.identical(run.isel(step=slice(0, 7)).assign_attrs(stored.attrs))
@@ -95,12 +83,10 @@ def test_extras_between_norms_are_those_of_the_weights(tmp_path: Path) -> None:
     assert lb.load(path, damaged="refuse").identical(monitor.run)
 
 
-def test_what_is_shown_says_which_steps_have_norms(tmp_path: Path) -> None:
+def test_what_is_shown_says_which_steps_have_norms(tmp_path):
     model = trainers.decoder(**NO_DROPOUT).train()
     monitor = lb.Monitor(model, IDS, every=4, extras_every=1, extras=["wqk_norm"])
-    for step in range(7):
-        monitor.step(step)
-        update(model)
+    train(model, 7, monitor.step)
     run = monitor.run
     assert step_words(run) == "at 7 steps of training from 0 to 6 (with norms at 2 of them)"
     assert "after 4 steps of training" in run_caption(run)  # the last that has norms
@@ -110,9 +96,9 @@ def test_what_is_shown_says_which_steps_have_norms(tmp_path: Path) -> None:
     assert [line.get_xdata().tolist() for line in axes.lines] == [[0, 4]] * 2
 
 
-def test_steps_that_come_again_are_replaced_and_alarms_are_told(tmp_path: Path) -> None:
+def test_steps_that_come_again_are_replaced_and_alarms_are_told(tmp_path):
     model = trainers.decoder(**NO_DROPOUT).train()
-    how: Any = {"extras": ["wqk_norm"], "threshold": {"wqk_norm": 1e3, "exact": 1e9}}
+    how = {"extras": ["wqk_norm"], "threshold": {"wqk_norm": 1e3, "exact": 1e9}}
     monitor = lb.Monitor(model, IDS, steps=[0, 5], extras_every=2, out=tmp_path / "a.zarr", **how)
     for step in (0, 1, 2, 4):
         monitor.step(step)
@@ -130,7 +116,7 @@ def test_steps_that_come_again_are_replaced_and_alarms_are_told(tmp_path: Path) 
 
 @pytest.mark.parametrize("tokens", [1, 63, 64, 130])
 @pytest.mark.parametrize("kind", ["none", "causal", "bool", "added", "window"])
-def test_largest_logits_are_those_of_allowed_pairs(tokens: int, kind: str) -> None:
+def test_largest_logits_are_those_of_allowed_pairs(tokens, kind):
     draw = torch.Generator().manual_seed(tokens)
     q = torch.randn(2, 4, tokens, 8, generator=draw)
     k = torch.randn(2, 2, tokens, 8, generator=draw)
@@ -143,7 +129,7 @@ def test_largest_logits_are_those_of_allowed_pairs(tokens: int, kind: str) -> No
         allowed &= torch.ones(tokens, tokens, dtype=torch.bool).triu(-5)
     if kind in ("bool", "added", "window"):
         allowed &= real[:, None, None]
-    mask: Any = None if kind in ("none", "causal") else allowed
+    mask = None if kind in ("none", "causal") else allowed
     if kind == "added":
         lowest = torch.finfo(torch.float32).min
         mask = 0.3 * torch.rand(allowed.shape, generator=draw)  # position biases do not count
@@ -162,7 +148,7 @@ TEXT_MODELS = ("gpt2", "bert", "Llama", "Qwen 3")
 @pytest.mark.parametrize(
     ("name", "padded"), [("vit", False), *itertools.product(TEXT_MODELS, (False, True))]
 )
-def test_logits_of_batches_are_those_of_a_capture(name: str, padded: bool) -> None:
+def test_logits_of_batches_are_those_of_a_capture(name, padded):
     """Which reads them off weights and inputs in float64; here without dropout."""
     model = build((AFFINE | MODERN)[name])
     inputs = dict(inputs_for(model))
@@ -187,21 +173,17 @@ def test_logits_of_batches_are_those_of_a_capture(name: str, padded: bool) -> No
         **inputs | {one: t.flip(-1) for one, t in inputs.items() if "ids" in one}
     )  # does not count
     ds = monitor.step(2)
-    assert ds is not None
     for sample in range(ds.sizes["sample"]):
         np.testing.assert_allclose(ds["batch_logit"][sample], expected, rtol=1e-4, atol=1e-6)
 
 
-def test_a_training_does_not_notice_that_its_logits_are_seen() -> None:
+def test_a_training_does_not_notice_that_its_logits_are_seen():
     alone, watched = (trainers.decoder().train() for _ in range(2))
     monitor = lb.Monitor(watched, IDS, every=5, extras_every=1, extras=NAMES)
     for model, before in ((alone, lambda step: None), (watched, monitor.step)):
         torch.manual_seed(1)
-        for step in range(4):
-            before(step)
-            update(model)
-    mine, theirs = watched.state_dict(), alone.state_dict()
-    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+        train(model, 4, before)
+    torch.testing.assert_close(watched.state_dict(), alone.state_dict(), rtol=0, atol=0)
     monitor.step(5)
     none = monitor.run["batch_logit"].isnull().all(("sample", "layer", "head"))
     assert none.values.tolist() == [True, False, False, False, False]
@@ -209,10 +191,10 @@ def test_a_training_does_not_notice_that_its_logits_are_seen() -> None:
     del monitor, before
     gc.collect()
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in watched.modules())
-    update(copied)
+    train(copied, 1)
 
 
-def test_what_cannot_be_watched() -> None:
+def test_what_cannot_be_watched():
     model = trainers.decoder().train()
     watch = partial(lb.Monitor, model, IDS)
     refused(partial(watch, extras_every=1), "extras_every needs extras among wqk_norm")
@@ -222,7 +204,6 @@ def test_what_cannot_be_watched() -> None:
     monitor.step(0)
     with pytest.warns(Notice, match="no pass in training mode was seen before step 1"):
         ds = monitor.step(1)
-    assert ds is not None
     assert bool(ds["batch_logit"].isnull().all())
     model.set_attn_implementation("eager")
     refused(partial(watch, extras="batch_logit"), "batch_logit needs attention 'sdpa'")
@@ -230,14 +211,14 @@ def test_what_cannot_be_watched() -> None:
         stopped(monitor, trainers.decoder().train())
 
 
-def stopped(monitor: lb.Monitor, model: Any) -> None:
+def stopped(monitor, model):
     """A pass that fails leaves the attention functions of transformers as they were."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as FUNCTIONS
 
     other, before = lb.Monitor(model, IDS, every=1, extras="batch_logit"), FUNCTIONS["sdpa"]
     other.step(0)
 
-    def stop(*_: Any) -> None:
+    def stop(*_):
         raise RuntimeError("stopped")
 
     model.transformer.h[0].attn.c_proj.register_forward_pre_hook(stop)

@@ -6,7 +6,6 @@ import pytest
 from support import token_oracle
 from support.commands import refused
 from support.runs import TEXTS
-from transformers import BertModel
 
 import lipbound as lb
 from lipbound import plots, tables
@@ -33,13 +32,6 @@ def run(norm, bert, text, tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module")
-def layers(bert):
-    """The layers of a batch with padding, in float64."""
-    batch = dict(lb.load_checkpoint(bert).tokenizer()(TEXTS, padding=True, return_tensors="pt"))
-    return lb.capture(BertModel.from_pretrained(bert).double(), batch)
-
-
 @pytest.mark.parametrize(
     "map",
     [
@@ -48,9 +40,9 @@ def layers(bert):
         *(pytest.param(map, marks=pytest.mark.slow) for map in ("heads", "layer")),
     ],
 )
-def test_numbers_are_those_of_token_norm_and_of_dense_jacobians(norm, map, bert, layers):
+def test_numbers_are_those_of_token_norm_and_of_dense_jacobians(norm, map, bert, wide_layers):
     ds = lb.compare(bert, TEXTS, norm=norm, map=map, dtype="float64", layers=[1], **OPTIONS)
-    att = layers[1]
+    att = wide_layers[1]
     assert ds["exact"].dims == ("sample", "layer", "head")[: 2 + (map in ("head", "head_out"))]
     assert list(ds.attrs["bounds"]) == BOUNDS[norm]
     again = lb.token_norm(att, norm, map=map, tol=ds.attrs["tol"])

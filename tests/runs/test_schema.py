@@ -26,7 +26,6 @@ from lipbound.schema import Contents, closed, repeated
 )
 def test_parts_are_as_they_were_computed(part, samples, layers, heads, whole, tmp_path):
     """Of how many they are a part is known, and they can be saved, loaded and checked."""
-    assert callable(part)
     ds = run_of(part(whole))
     found = Contents.of(ds)
     assert (found.samples, found.made.samples) == (samples, 4)

@@ -108,11 +108,17 @@ def test_windows_are_one_sample():
     )
     model = build(lambda: tf.SwinModel(config))
     pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))
-    ds = lb.compare(model, {"pixel_values": pixels}, bounds="lipbound", progress=False)
+    options = {"bounds": "lipbound", "extras": "frobenius,condition", "progress": False}
+    with pytest.warns(lb.Notice, match="jacobian_condition is missing"):
+        ds = lb.compare(model, {"pixel_values": pixels}, **options)
     layer = lb.capture(model, {"pixel_values": pixels})[0]
     assert layer.samples == 8
     each = lb.spectral_norm(layer, tol=1e-6).lower.view(2, 4, 2)
     np.testing.assert_allclose(ds["exact"].values[:, 0], each.amax(1), rtol=1e-3)
+    sizes = lb.frobenius_norm(layer).view(2, 4, 2)  # which are added up
+    whole = sizes.square().sum(1).sqrt()
+    np.testing.assert_allclose(ds["jacobian_frobenius"][:, 0], whole, rtol=1e-5)
+    assert bool(ds["jacobian_condition"].isnull().all())
     bound = lb.bounds.get("lipbound")(layer).view(2, 4, 2).amax(1)
     np.testing.assert_allclose(ds["lipbound"].values[:, 0], bound, rtol=1e-5)
     assert bool((ds["exact_upper"] >= ds["exact"]).all() and ds["lipbound_sound"].all())

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-import transformers as tf
 from support.commands import refused
 from support.models import MODERN, build
 from support.runs import TEXTS
@@ -39,11 +38,9 @@ def test_keys_and_values_are_those_of_the_models_cache(kind):
 
 @pytest.mark.parametrize("map", ["head", "head_out"])
 @pytest.mark.parametrize("wrt", ALONE)
-def test_numbers_are_those_of_spectral_norm(wrt, map, bert):
+def test_numbers_are_those_of_spectral_norm(wrt, map, bert, wide_layers):
     ds = lb.compare(bert, TEXTS, wrt=wrt, map=map, dtype="float64", layers=[1], **OPTIONS)
-    batch = dict(lb.load_checkpoint(bert).tokenizer()(TEXTS, padding=True, return_tensors="pt"))
-    att = lb.capture(tf.BertModel.from_pretrained(bert).double(), batch)[1]
-    exact = lb.spectral_norm(att, wrt=wrt, map=map, method="dense")
+    exact = lb.spectral_norm(wide_layers[1], wrt=wrt, map=map, method="dense")
     assert ds["exact"].dims == ("sample", "layer", "head")
     assert bool((ds["exact"][:, 0].values <= exact.upper.numpy()).all())
     assert bool((ds["exact_upper"][:, 0].values >= exact.lower.numpy()).all())

@@ -1,50 +1,12 @@
-"""Steepest ascent of the norm of J over balls around small plain heads: dense Jacobians from the
+"""Steepest ascent of the norm of J over balls around small plain heads: dense Jacobians of the
 definition, in float64, many heads at once."""
 
 import torch
 from support.layers import normal
+from support.oracles import dense_jacobians
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-
-
-class Heads:
-    """All heads of all samples of a plain layer without padding, as one batch: tensors (samples x
-    heads, ...)."""
-
-    def __init__(self, att: Attention):
-        many = att.samples * att.heads
-
-        def spread(w: Tensor | None) -> Tensor | None:
-            return None if w is None else w.double().repeat(att.samples, *[1] * (w.dim() - 1))
-
-        self.x = att.x.double().repeat_interleave(att.heads, 0)
-        self.w = [spread(w) for w in (att.w_q, att.w_k, att.w_v)]
-        self.b = [spread(b) for b in (att.b_q, att.b_k, att.b_v)]
-        n = att.tokens
-        mask = torch.zeros(n, n) if att.mask is None else att.mask.double()
-        self.mask = mask.expand(att.samples, att.heads, n, n).reshape(many, n, n)
-        self.scale = att.scale
-
-    def parts(self, x: Tensor) -> tuple[Tensor, ...]:
-        """P, values less outputs x_ij, q~, k~ and B at inputs (batch, N, D)."""
-        q, k, v = (
-            x @ w if b is None else x @ w + b[:, None] for w, b in zip(self.w, self.b, strict=True)
-        )
-        p = torch.softmax(self.scale * q @ k.mT + self.mask, -1)
-        apart = v[:, None] - (p @ v)[:, :, None]
-        qt, kt = self.scale * q @ self.w[1].mT, self.scale * k @ self.w[0].mT
-        own = torch.einsum("bij,bijv,bjd->bivd", p, apart, kt)
-        return p, apart, qt, kt, own
-
-    def jacobian(self, x: Tensor) -> Tensor:
-        """(batch, N d_v, N D)."""
-        p, apart, qt, _, own = self.parts(x)
-        blocks = p[..., None, None] * (
-            self.w[2].mT[:, None, None] + apart[..., :, None] * qt[:, :, None, None, :]
-        )
-        eye = torch.eye(p.shape[-1], dtype=torch.float64)[:, :, None, None]
-        return (blocks + eye * own[:, :, None]).transpose(2, 3).flatten(1, 2).flatten(2)
 
 
 def length(move: Tensor, ball: str) -> Tensor:
@@ -61,22 +23,23 @@ def unit(move: Tensor, ball: str) -> Tensor:
 def climb(att: Attention, radius: float, ball: str, *, steps: int = 12, seed: int = 0) -> Tensor:
     """The largest norm found in the ball around each sample, (samples, heads): from the centre and
     from a random point of the sphere."""
-    heads, draw = Heads(att), normal(seed)
-    best = torch.zeros(len(heads.x), dtype=torch.float64)
+    draw, centre = normal(seed), att.x.double()[:, None].expand(-1, att.heads, -1, -1)
+    best = torch.zeros(att.samples, att.heads, dtype=torch.float64)
     for start in (0.0, 1.0):
-        move = start * radius * unit(draw(*heads.x.shape), ball)
+        move = start * radius * unit(draw(*centre.shape), ball)
         for step in range(steps + 1):
-            x = (heads.x + move).requires_grad_()
-            j = heads.jacobian(x)
+            x = (centre + move).requires_grad_()
+            j = dense_jacobians(att, x=x).flatten(4).flatten(2, 3)
             u, s, vh = torch.linalg.svd(j.detach(), full_matrices=False)
-            best = torch.maximum(best, s[:, 0])
+            best = torch.maximum(best, s[..., 0])
             if step == steps or radius == 0:
                 break
-            (up,) = torch.autograd.grad(torch.einsum("bm,bmn,bn->", u[:, :, 0], j, vh[:, 0]), x)
+            top = torch.einsum("shm,shmn,shn->", u[..., 0], j, vh[..., 0, :])
+            (up,) = torch.autograd.grad(top, x)
             up = up / up.abs().amax((-1, -2), keepdim=True).clamp_min(1e-300)
             move = move + radius * (1.0 if step < steps / 2 else 0.2) * unit(up, ball)
             move = move * (radius * (1 - 1e-12) / length(move, ball)).clamp(max=1.0)
-    return best.view(att.samples, att.heads)
+    return best
 
 
 FAMILIES = ("any", "repeated", "one-hot", "uniform", "outlier", "collinear", "far biases")

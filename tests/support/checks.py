@@ -51,8 +51,6 @@ def refused(call: Callable[[], Any], *words: str, error: type[Exception] = Lipbo
 def script(path: Path) -> ModuleType:
     """A program as a module."""
     spec = importlib.util.spec_from_file_location(f"{path.parent.name}_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -21,27 +21,18 @@ Change = Callable[[str, torch.Tensor], torch.Tensor]
 
 def texts(folder: Path) -> None:
     """Texts, tables and pictures that cannot be read, or hold something else than they should."""
-    (folder / "file").write_text("a file")
-    (folder / "empty").mkdir()
-    (folder / "empty.txt").write_text(" \n")
-    (folder / "latin.txt").write_bytes(b"caf\xe9 " * 9)
-    (folder / "short.txt").write_text("the ferry")
-    (folder / "other.txt").write_text("the keeper of a lighthouse " * 30)
-    (folder / "binary.bin").write_bytes(bytes(range(256)))
-    (folder / "empty.csv").write_text("")
-    (folder / "header.csv").write_text("text,label\n")
-    (folder / "ragged.csv").write_text('text,label\na,1\nb,2,3,4\n"c\n')
-    (folder / "numbers.csv").write_text("a,b\n1,2\n3,4\n")
-    (folder / "two.csv").write_text("x,y\nhello,there\nmore,words\n")
-    (folder / "blank.csv").write_text("text,l\n,1\n,2\n")
-    (folder / "broken.parquet").write_bytes(b"PAR1 nothing")
+    files = {"file": b"a file", "empty.txt": b" \n", "latin.txt": b"caf\xe9 " * 9, "empty.csv": b""}
+    files |= {"binary.bin": bytes(range(256)), "header.csv": b"text,label\n", "empty.jsonl": b""}
+    files |= {"ragged.csv": b'text,label\na,1\nb,2,3,4\n"c\n', "numbers.csv": b"a,b\n1,2\n3,4\n"}
+    files |= {"two.csv": b"x,y\nhello,there\nmore,words\n", "blank.csv": b"text,l\n,1\n,2\n"}
+    files |= {"broken.parquet": b"PAR1 nothing", "broken.json": b'{"text": ["a",'}
+    files |= {"numbers.json": b"[1, 2, 3]"}
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
     pd.DataFrame({"text": pd.Series([], dtype=str)}).to_parquet(folder / "empty.parquet")
-    (folder / "broken.json").write_text('{"text": ["a",')
-    (folder / "numbers.json").write_text("[1, 2, 3]")
-    (folder / "empty.jsonl").write_text("")
     noise = np.random.default_rng(0).integers(0, 255, (20, 20, 3), dtype=np.uint8)
     picture = Image.fromarray(noise)
-    for name in ("pictures", "no-pictures", "half-a-picture"):
+    for name in ("empty", "pictures", "no-pictures", "half-a-picture"):
         (folder / name).mkdir()
     picture.save(folder / "picture.png")
     picture.save(folder / "pictures" / "a.png")

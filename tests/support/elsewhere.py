@@ -22,7 +22,7 @@ from paper_figure import Setting, figure_named
 from support import far_device
 from support.far_device import LACKING, NAME, REAL
 from support.layers import random_attention
-from support.models import AFFINE, MODERN
+from support.models import AFFINE, MODERN, inputs_for
 from support.variants import layer
 from torch import Tensor
 
@@ -222,13 +222,7 @@ def _sides(family: str) -> list[tuple[Any, dict[str, Tensor]]]:
     """A small model of a family and its inputs, on the CPU and on the other device."""
     torch.manual_seed(0)
     near = (AFFINE | MODERN)[family]().eval()
-    inputs = {
-        "input_ids": torch.arange(3, 21).view(2, 9),
-        "attention_mask": torch.ones(2, 9, dtype=torch.long),
-    }
-    if near.main_input_name == "pixel_values":
-        draw = torch.Generator().manual_seed(0)
-        inputs = {"pixel_values": torch.randn(2, 3, 16, 16, generator=draw)}
+    inputs = inputs_for(near, padded=True)
     far = copy.deepcopy(near).to(NAME), {name: t.to(NAME) for name, t in inputs.items()}
     return [(near, inputs), far]
 

@@ -90,12 +90,11 @@ class Far(torch.Tensor):
         COUNTED["reads"] += 1
         return self.near.tolist()
 
-    def numpy(self, **_: Any) -> Any:
+    def numpy(self, *_: Any, **__: Any) -> Any:
         """Refused, as on a GPU."""
         raise TypeError(f"can't convert {NAME}:0 device type tensor to numpy")
 
-    def __array__(self, *_: Any) -> Any:
-        raise TypeError(f"can't convert {NAME}:0 device type tensor to numpy")
+    __array__ = numpy
 
     def __getitem__(self, index: Any) -> Tensor:
         # which torch makes tensors of, on the device

@@ -148,8 +148,6 @@ class Asking:
     def ask(self, *names: str | tuple[str, str]) -> dict:
         """Commit, revision and two words' tokens of each model, or the sentence that refuses it; a
         name may come with a GGUF file's."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         asked = [(name, None) if isinstance(name, str) else name for name in names]
         self._process.stdin.write(json.dumps(asked) + "\n")
         self._process.stdin.flush()

@@ -10,9 +10,6 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor
 
-import lipbound as lb
-from lipbound.models.capture.seeing import interface, recording
-
 SMALL = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
 SMALL |= {"intermediate_size": 32}
 TEXT = {"vocab_size": 60, "max_position_embeddings": 40, **SMALL}
@@ -157,39 +154,9 @@ def inputs_for(
     return batch
 
 
-def own_heads(
-    model: tf.PreTrainedModel,
-    layer: int,
-    inputs: dict[str, Tensor] | None = None,
-    sample: int = 0,
-) -> tuple[lb.Attention, Callable[[Tensor], Tensor]]:
-    """A layer of a float64 model, and its heads' outputs for one of two samples by the model's own
-    code, (N, D) -> (N, heads, d_v)."""
-    given = (inputs or inputs_for(model)).items()
-    batch = {name: t.double() if t.is_floating_point() else t for name, t in given}
-    with interface.implementation(model, interface.RECORDING_ATTENTION):
-        call = recording.record(model, batch)[0][layer]
-    att = lb.capture(model, batch)[layer]
-    model.set_attn_implementation("eager")
-    seen: list[Tensor] = []
-    call.consumer.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-    moving = ("past_key_values", "hidden_states")
-    rest = {name: value for name, value in call.run.kwargs.items() if name not in moving}
-
-    def own(value: object) -> object:
-        both = isinstance(value, Tensor) and value.ndim == 4 and len(value) == 2
-        return value[sample : sample + 1] if both else value
-
-    def heads(x: Tensor) -> Tensor:
-        seen.clear()
-        kwargs = {k: own(v) for k, v in rest.items()}
-        args = [own(a) for a in call.run.args[1:]]
-        tokens = ((x[None], *args), {}) if call.run.args else ((), {"hidden_states": x[None]})
-        out = call.module(*tokens[0], **tokens[1], **kwargs)
-        flat = seen[0] if seen else out[0]  # some modules leave the output projection to others
-        return flat[0].reshape(len(x), att.heads, att.d_v)
-
-    return att, heads
+def wide(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Inputs of a float64 model."""
+    return {name: t.double() if t.is_floating_point() else t for name, t in inputs.items()}
 
 
 def save_tokenizer(folder: Path) -> None:

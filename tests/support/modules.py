@@ -45,7 +45,7 @@ def before(projection: nn.Module, run: Callable[[Tensor], Any], heads: int = 4) 
 
 
 def given_to(model: nn.Module, name: str, inputs: dict[str, Tensor]) -> dict[str, Any]:
-    """Arguments that a module is given in a plain pass, by name, without caches."""
+    """Arguments that a module is given in a plain pass (the last time), by name, without caches."""
     module, found = model.get_submodule(name), []
 
     def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -55,10 +55,38 @@ def given_to(model: nn.Module, name: str, inputs: dict[str, Tensor]) -> dict[str
     with torch.no_grad():
         model(**inputs)
     hook.remove()
-    arguments = dict(found[0])
+    arguments = dict(found[-1])
     caches = {"past_key_values", "layer_past", "cache"}
     arguments |= arguments.pop("kwargs", {})
     return arguments | dict.fromkeys(caches & arguments.keys())
+
+
+PROJECTIONS = set("c_proj dense linear_out o o_a_proj o_proj out out_lin out_proj Wo".split())
+"""What modules call the projection of their heads' outputs."""
+
+
+def own_norms(model: nn.Module, name: str, inputs: Any, att: Any, sample: int = 0) -> Tensor:
+    """Norms of the heads of a captured module's own eager pass at a sample (or window), whose
+    tokens alone move, without its padding, by autograd."""
+    for part in ("attn", "experts"):  # torch's grouped product of experts knows no float64
+        getattr(model, f"set_{part}_implementation", str)("eager")
+    given, module = given_to(model, name, inputs), model.get_submodule(name)
+    owner = next((part for place, part in module.named_modules() if place in PROJECTIONS), None)
+    tensors = [key for key, t in given.items() if isinstance(t, Tensor) and t.ndim == 3]
+    memory = next((k for k in tensors if k in ("key_value_states", "encoder_hidden_states")), "")
+    crossed, count = att.perturbed == "memory", int(att.lengths[sample])
+    x = given[memory if crossed else tensors[0]]
+
+    def run(first: Tensor) -> Any:
+        moved = x.detach().clone()
+        moved[sample, :count] = first
+        return module(**{key: moved if t is x else t for key, t in given.items()})
+
+    def of_heads(first: Tensor) -> Tensor:
+        made = before(owner, run, 1)(first) if owner else run(first)[0]
+        return made[sample, : None if crossed else count].flatten(1).unflatten(-1, (att.heads, -1))
+
+    return norms(of_heads, x[sample, :count])
 
 
 def check(

@@ -146,7 +146,6 @@ def differentiated(
         return Differentiated(
             np.concatenate([part.jacobian for part in parts], 1), max(part.error for part in parts)
         )
-    assert att.w_o is not None
     slices = [exact(att.w_o[h]) for h in chosen]
     total = sum(
         np.moveaxis(np.tensordot(part.jacobian, w_o, (1, 0)), -1, 1)

@@ -73,7 +73,6 @@ def matrices(att: lb.Attention, sample: int, map: str = "head") -> Tensor:
     (heads or 1, outputs, n D)."""
     j = jacobians(att.double(), sample)
     if map in ("head_out", "layer"):
-        assert att.w_o is not None
         j = torch.einsum("nhvx,hvo->nhox", j, att.w_o.double())
     j = j.sum(1, keepdim=True) if map == "layer" else j
     return j.flatten(0, 2)[None] if map in WHOLE else j.transpose(0, 1).flatten(1, 2)
@@ -93,10 +92,11 @@ def dense_norms(att: lb.Attention, map: str = "head") -> Tensor:
     return torch.linalg.svdvals(j.reshape(*j.shape[:2], att.tokens * att.d_v, -1))[..., 0]
 
 
-def dense_jacobians(att: lb.Attention, map: str = "head") -> Tensor:
+def dense_jacobians(att: lb.Attention, map: str = "head", x: Tensor | None = None) -> Tensor:
     """Autograd Jacobians of the definition, all samples and heads of a layer without variants at
-    once, (samples, heads, N, d_v, N, D), float64."""
+    once, (samples, heads, N, d_v, N, D), float64; or at other tokens x (samples, heads, N, D)."""
     att = att.double()
+    x = att.x[:, None].expand(-1, att.heads, -1, -1) if x is None else x
     n, heads, samples = att.tokens, att.heads, att.samples
     mask = torch.zeros(1, 1, n, n, dtype=torch.float64) if att.mask is None else att.mask
     mask = mask.expand(samples, heads, n, n).clone()
@@ -117,8 +117,6 @@ def dense_jacobians(att: lb.Attention, map: str = "head") -> Tensor:
             scores = -att.scale * ((q[:, None] - q[None]) ** 2).sum(-1)
         return rows[:, None] * (torch.softmax(scores + m, -1) @ v)
 
-    over_heads = torch.func.vmap(torch.func.jacrev(head), in_dims=(None, 0, 0, 0, 0, 0, 0, 0, None))
-    found: Tensor = torch.func.vmap(
-        over_heads, in_dims=(0, None, None, None, None, None, None, 0, 0)
-    )(att.x, att.w_q, att.w_k, att.w_v, b_q, b_k, b_v, mask, real.double())
-    return found
+    over_heads = torch.func.vmap(torch.func.jacrev(head), (*[0] * 8, None))
+    over_samples = torch.func.vmap(over_heads, (0, *[None] * 6, 0, 0))
+    return over_samples(x, att.w_q, att.w_k, att.w_v, b_q, b_k, b_v, mask, real.double())

@@ -18,20 +18,17 @@ def head_function(att: Attention, sample: int, head: int) -> Callable[..., Tenso
     forms, from the definition; with ``torch.func.jacrev`` it is the oracle they are tested against.
     """
 
-    def kept(valid: Tensor | None, count: int) -> Tensor:
-        every = torch.ones(count, dtype=torch.bool, device=att.device)
-        return every if valid is None else valid[sample]
-
+    counts = (att.valid, att.tokens), (att.valid_rows, att.rows), (att.valid_keys, att.keys)
     keep, rows, keys = (
-        kept(att.valid, att.tokens),
-        kept(att.valid_rows, att.rows),
-        kept(att.valid_keys, att.keys),
+        torch.ones(count, dtype=torch.bool, device=att.device) if valid is None else valid[sample]
+        for valid, count in counts
     )
-    other = att.other_stream
-    fixed: dict[str, Tensor | None] = {"q": None, "k": None, "v": None}
-    if other is not None:
-        for side, t, real in (("q", other.q, rows), ("k", other.k, keys), ("v", other.v, keys)):
-            fixed[side] = None if t is None else t[head, sample][real]
+    held = {side: getattr(att.other_stream, side, None) for side in "qkv"}
+    fixed = {
+        side: t[head, sample][rows if side == "q" else keys]
+        for side, t in held.items()
+        if t is not None
+    }
     mask, angles = None, None
     sink = None if att.sinks is None else att.sinks[head].to(att.dtype).expand(int(rows.sum()), 1)
     if att.rotation is not None:
@@ -59,8 +56,8 @@ def head_function(att: Attention, sample: int, head: int) -> Callable[..., Tenso
         q, k = _normed(x, q, att.norm_q, head), _normed(x, k, att.norm_k, head)
         if not late:
             q, k = rotated(q), rotated(k)
-        q = given.get("q", q if fixed["q"] is None else fixed["q"])
-        k = given.get("k", k if fixed["k"] is None else fixed["k"])
+        given = fixed | given
+        q, k = given.get("q", q), given.get("k", k)
         scores = att.scale * (q @ k.mT)
         if att.cap is not None:
             scores = torch.tanh(scores / att.cap) * att.cap
@@ -68,8 +65,7 @@ def head_function(att: Attention, sample: int, head: int) -> Callable[..., Tenso
         p = torch.softmax(scores if sink is None else torch.cat([sink, scores], -1), -1)
         v = _normed(x, projected(x, att.w_v, att.b_v), att.norm_v, head)
         v = v if after is None else v @ after[head]
-        v = given.get("v", v if fixed["v"] is None else fixed["v"])
-        out = (p if sink is None else p[:, 1:]) @ v
+        out = (p if sink is None else p[:, 1:]) @ given.get("v", v)
         if gate is not None:
             out = torch.sigmoid(projected(x, gate.w, gate.b)) * out
             out = out if gate.after is None else out @ gate.after[head]
