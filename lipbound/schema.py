@@ -337,15 +337,25 @@ def repeated(ds: xr.Dataset) -> list[str]:
 
 
 def lacking_settings(ds: xr.Dataset) -> str:
-    """Describe the first setting that is missing or of a wrong kind; empty where all are good."""
-    attrs = ds.attrs
+    """Describe the first setting that is missing or of a wrong kind; empty where all are good.
+
+    Of the run, or of those put together.
+    """
+    fault = _lacking(ds.attrs)
+    return fault or next(filter(None, map(_lacking, ds.attrs.get("runs", ()))), "")
+
+
+def _lacking(attrs: Mapping[Any, Any]) -> str:
+    """Describe the first of a run's own settings that is missing or of a wrong kind."""
     drawn = DRAWN if attrs.get("norm") == "frobenius" else ()
     if fault := _fault(RunInfo, attrs, (*drawn, "settings_checksum")):
         return fault
     for name, known in CHOICES.items():
         if attrs[name] not in known:
             return f"its setting {name!r} is {attrs[name]!r}"
-    return _fault(Extent, attrs["made"])
+    if unknown := [name for name in attrs.get("extras", ()) if name not in EXTRAS]:
+        return f"its setting 'extras' has {unknown[0]!r}"
+    return _fault(Extent, attrs["made"], ("variables", "identity"))
 
 
 def _fault(kind: type, said: Mapping[str, Any], needed: Collection[str] = ()) -> str:

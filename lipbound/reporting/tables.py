@@ -605,7 +605,7 @@ def _by_place(ds: xr.Dataset, by: str, chosen: Names, reduce: str | float, value
     table = breakdown(ds, by, bounds=chosen, reduce=reduce, values=values)
     counts, names = audit(ds), statistics.present(ds, chosen)
     ends = (statistics.cells(ds, by, names, reduce, values, end) for end in (0, 1))
-    low, high = (end.loc[table.index] for end in ends)
+    low, high = (end[end.index.isin(table.index)] for end in ends)
     column = {name: list(map(enclosed, low[name], high[name])) for name in table.columns}
     exact = statistics.label_of(ds, "exact") if RATIO_TOLD in ds.attrs else "exact norm"
     norms = {exact.removesuffix(" norm"): column["exact"]} | _spread_columns(low, high, "exact")

@@ -166,6 +166,13 @@ def test_of_a_list_of_layers_those_with_attention_are_counted():
     assert said(Model(plain, Convolution)) == (1, [])
 
 
+def test_layers_that_share_their_attention_are_all_found():
+    shared = Model(plain, Convolution, plain, plain, listed=True)
+    shared.parts[2], shared.parts[3] = shared.parts[0], nn.Sequential(shared.parts[0])
+    count, notes = said(shared)
+    assert (count, "was found in 3 of 4 layers in parts" in notes[0]) == (3, True)
+
+
 def talking(h, q, k, v):
     scores = torch.einsum("hg,bhnm->bgnm", h.mix, torch.einsum("bhnd,bhmd->bhnm", q, k))
     return torch.einsum("hg,bhnm->bgnm", h.mix, scores.softmax(-1)) @ v

@@ -2,6 +2,7 @@
 runs, enclosures that did not close, names."""
 
 import numpy as np
+import pandas as pd
 import pytest
 import xarray as xr
 from support.models import AFFINE, build, inputs_for
@@ -159,7 +160,11 @@ def test_what_was_edited_is_called_edited_and_nothing_is_claimed_of_it(ds):
             assert "edited" in text
             assert "enclosed to" not in text
             assert "probability" not in text
+        twice = xr.concat([ds, ds], "layer")
     assert "4 samples" in tables.caption(others[1])
+    for by in ("layer", "head"):
+        once = tables.table_of(ds, by=by).shown
+        pd.testing.assert_frame_equal(tables.table_of(twice, by=by).shown, pd.concat([once, once]))
     assert all("edited" not in text for text in said(ds).values())
 
 

@@ -69,6 +69,11 @@ def setting(name, to, of=""):
     return change
 
 
+def without_identity(run):
+    made = json.loads((run / "zarr.json").read_text())["attributes"]["made"]
+    setting("made", {name: value for name, value in made.items() if name != "identity"})(run)
+
+
 def text(name, content):
     return lambda run: (run / name / "zarr.json").write_text(content) and None
 
@@ -107,6 +112,8 @@ DAMAGE = [
     *((setting("norm", norm), "its setting") for norm in ("one-token", None, "every", 3)),
     *((setting("wrt", wrt), "its setting") for wrt in ("values", "key", None)),
     (setting("bounds", ["yudin", "lipbound", "kim"]), "'kim' is missing"),
+    (setting("extras", ["condition", "frobenios"]), "its setting 'extras' has 'frobenios'"),
+    (without_identity, "its setting 'identity' is missing"),
 ]
 
 
@@ -134,6 +141,16 @@ def test_every_command_refuses_it(sound, tmp_path, monkeypatch):
         status, _, err = command(line.format(run=run))
         assert (status, HERE in err) == (2, True)
     assert [path.name for path in tmp_path.iterdir()] == ["run.zarr"]
+
+
+def test_settings_of_runs_put_together_are_looked_at(whole, tmp_path):
+    path = lb.save(
+        lb.concat([whole.isel(sample=[0]), whole.isel(sample=[1])]), tmp_path / "run.zarr"
+    )
+    runs = json.loads((path / "zarr.json").read_text())["attributes"]["runs"]
+    runs[0]["made"].pop("identity")
+    setting("runs", runs)(path)
+    refused(lambda: lb.load(path), "its setting 'identity' is missing", error=AlteredRunError)
 
 
 def test_what_is_as_it_was_is_read_without_a_word(sound, whole):

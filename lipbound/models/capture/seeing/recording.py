@@ -287,15 +287,16 @@ class ModuleRuns:
         return otherwise if inside is None else inside.kwargs.get(MASK)
 
 
-def _layers_left_out(model: nn.Module, captured: Collection[str]) -> Iterator[str]:
+def _layers_left_out(model: nn.Module, captured: Collection[nn.Module]) -> Iterator[str]:
     """Yield a sentence for each list of layers in some of which no attention was seen."""
     lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
     for name, module in lists.items():
-        inside = [one.removeprefix(f"{name}.") for one in captured if one.startswith(f"{name}.")]
-        attending = {one.partition(".")[0] for one in inside}
+        layers = [layer for layer in module if layer is not None]
+        # layers may share their attention, or be one
+        attending = sum(any(part in captured for part in layer.modules()) for layer in layers)
         within = any(name.startswith(f"{outer}.") for outer in lists)  # parts of one layer
-        if attending and not within and len(attending) < len(module):
-            found = f"softmax attention was found in {len(attending)} of {len(module)} layers"
+        if attending and not within and attending < len(module):
+            found = f"softmax attention was found in {attending} of {len(module)} layers"
             yield f"{found} in {name}; what the others do to tokens is left out"
 
 
@@ -304,7 +305,7 @@ def _notes(model: nn.Module, calls: Collection[Call], unseen: str) -> list[str]:
     said = []
     if unseen:
         said.append(f"attention of unknown make is left out, in {unseen} of {type(model).__name__}")
-    said += _layers_left_out(model, {call.name for call in calls})
+    said += _layers_left_out(model, {call.run.module for call in calls})
     apart = {call.run: call.name for call in calls if call.run.calls > len(call.pieces)}
     for run, name in apart.items():
         what = (
