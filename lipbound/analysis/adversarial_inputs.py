@@ -143,7 +143,8 @@ def lower_bound(att: Attention, tokens: int, radius: float) -> Tensor:
     w_q, w_k, w_v = att.w_q.double(), att.w_k.double(), att.w_v.double()
     w = att.scale * w_k @ (w_q.mT @ steep.direction[..., None])  # (heads, D, 1)
     w = w / w.norm(dim=1, keepdim=True).clamp_min(torch.finfo(w.dtype).tiny)
-    return math.sqrt(tokens - 1) * p * torch.linalg.matrix_norm(w_v - w @ (w.mT @ w_v), 2)
+    reach = torch.linalg.matrix_norm((w_v - w @ (w.mT @ w_v)).cpu(), 2).to(p)
+    return math.sqrt(tokens - 1) * p * reach
 
 
 def crossover_length(att: Attention) -> Tensor:

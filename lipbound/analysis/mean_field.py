@@ -117,7 +117,8 @@ def query_block_norms(att: Attention) -> Tensor:
     att.only("query_block_norms")
     p, k, v = att.p.double(), att.centred_k, att.centred_v
     o, mean = p @ v, p @ k
-    factor = torch.linalg.qr(att.w_q.double(), mode="r").R.mT  # (heads, d, min(d, D))
+    # decompositions are left to the CPU, on which many take less time than on a GPU
+    factor = torch.linalg.qr(att.w_q.double().cpu(), mode="r").R.mT  # (heads, d, min(d, D))
     pairs = (v[..., :, None] * k[..., None, :]).flatten(-2)  # (samples, heads, N, d_v d)
     step = max(1, int(_CHUNK // (8 * att.samples * att.heads * att.d_v * att.d)))
     norms = []
@@ -125,8 +126,8 @@ def query_block_norms(att: Attention) -> Tensor:
         rows = slice(i, i + step)
         moments = (p[..., rows, :] @ pairs).unflatten(-1, (att.d_v, att.d))
         c = att.scale * (moments - o[..., rows, :, None] * mean[..., rows, None, :])
-        norms.append(torch.linalg.matrix_norm(c @ factor[:, None], 2))
-    return torch.cat(norms, -1)
+        norms.append(torch.linalg.matrix_norm(c.cpu() @ factor[:, None], 2))
+    return torch.cat(norms, -1).to(att.device)
 
 
 def duplicated_norm(att: Attention, norm: Tensor) -> Tensor:

@@ -716,7 +716,8 @@ class Attention:
                 projections, or gated.
         """
         w_o = self.output_projection("head_out", "head")
-        e = torch.linalg.qr(w_o.detach().mT).Q  # a basis, which derivatives may take as fixed
+        # a basis, which derivatives may take as fixed; many take far longer on a GPU
+        e = torch.linalg.qr(w_o.detach().cpu().mT).Q.to(w_o.device)
         inner = w_o @ e
         if self.gate is None and self.plain("v"):
             b_v = None if self.b_v is None else (self.b_v[:, None] @ inner)[:, 0]

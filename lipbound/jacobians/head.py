@@ -446,12 +446,12 @@ class HeadJacobian(InParts, HeadOperator):
         z_q, z_k, z_v = arriving
         s = torch.bmm(z_q, self.k.mT).baddbmm_(self.q, z_k.mT)
         t = self.t * s if torch.is_grad_enabled() else s.mul_(self.t)
-        # at a one-hot row the difference is exactly zero, which a fused multiply-add would spoil
-        out = self._times(t, self.v)
-        out -= t.sum(-1, keepdim=True) * self.o
+        mean = t.sum(-1, keepdim=True) * self.o
+        # at a one-hot row the difference is exactly zero, which a fused multiply-add would spoil:
+        # products of float64 may begin with what they are added to
         if self.dtype == torch.float64:
-            return out.mT.baddbmm_(z_v.mT, self.p.mT).mT
-        return out.baddbmm_(self.p, z_v)
+            return (narrow(t, self.v) - mean).mT.baddbmm_(z_v.mT, self.p.mT).mT
+        return torch.baddbmm(mean, t, self.v, beta=-1).baddbmm_(self.p, z_v)
 
     def single(self) -> Self | None:
         other = super().single()

@@ -99,7 +99,7 @@ class RowSpace:
     def _both(self) -> tuple[Tensor, Tensor, Tensor]:
         """Float64 u, all of u^T w, and `_skew` of u, which Cholesky gives where that is small.
 
-        A QR decomposition takes longer, many times as long on a GPU.
+        A QR decomposition takes longer, and is left to the CPU.
         """
         if self._source is not None:
             return self._source._both
@@ -108,7 +108,7 @@ class RowSpace:
         u = torch.linalg.solve_triangular(lower, w.mT, upper=False).mT
         if bool(((failed == 0) & ((skew := _skew(u)) <= SKEW)).all()):
             return u, lower.mT, skew
-        u, r = torch.linalg.qr(w)
+        u, r = (t.to(w.device) for t in torch.linalg.qr(w.cpu()))
         return u, r, _skew(u)
 
     @property

@@ -151,7 +151,8 @@ def spectral_norm(
                 else:
                     norm = enclose(problem, delta / wide.op.batch, vectors=vectors)
         noise = wide.roundoff.tensors + wide.roundoff.products
-        return shaped(att, replace(norm, limited=~(4 * noise <= tol * norm.lower)), wide)
+        ended = ~norm.converged & (norm.steps < steps)  # by rounding, with steps left
+        return shaped(att, replace(norm, limited=ended | ~(4 * noise <= tol * norm.lower)), wide)
 
     return by_rows_if_full(att, measure)
 

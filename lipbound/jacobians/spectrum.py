@@ -18,7 +18,7 @@ from lipbound.jacobians.head import HeadOperator
 from lipbound.jacobians.maps import WHOLE
 from lipbound.jacobians.prepared_map import PreparedMap
 from lipbound.jacobians.token_norms.token_norm import TOKEN_MAPS, beside, chunks, pieces, tensors_of
-from lipbound.linalg.matrix_norms import UNIT, times_power
+from lipbound.linalg.matrix_norms import UNIT, decomposed, times_power
 from lipbound.linalg.operators import JacobianOperator, Product, Transposed
 from lipbound.linalg.solution import normal_numbers, seeds_each
 
@@ -136,12 +136,12 @@ def _frobenius(op: JacobianOperator, measured: PreparedMap | None) -> Tensor:
 
 def _condition(op: JacobianOperator, measured: PreparedMap | None) -> Tensor:
     """Condition numbers of a batch, (batch,)."""
-    rows = torch.stack(list(_rows(op, "condition_number")), 1)
+    rows = torch.stack(list(_rows(op, "condition_number")), 1).cpu()
     s = torch.linalg.svdvals(rows)
     largest, smallest = s[:, 0], s[:, -1]
     error = 8 * sum(rows.shape[1:]) * UNIT * largest
     if measured is not None:
-        tensors, products, _ = (t.to(s.device) for t in measured.roundoff)
+        tensors, products, _ = measured.roundoff
         error = error + tensors + products * rows.shape[1] ** 0.5  # of the matrix of all rows
     return torch.where(smallest * RESOLVED > error, largest / smallest, torch.inf)
 
@@ -271,14 +271,14 @@ def _search(
     for _ in range(steps):
         for _again in range(3):  # what is new may be rounding alone, and is then any direction
             block = block - (block @ basis.mT) @ basis
-            block = torch.linalg.qr(block.mT).Q.mT
+            block = torch.linalg.qr(block.mT.cpu()).Q.mT.to(op.device)
         basis = torch.cat([basis, block], 1)
         image = _each(op.gram, block, op.out_shape)
         along, new = basis @ image.mT, block.shape[1]
         inner = torch.nn.functional.pad(inner, (0, new, 0, new))
         inner[:, :, -new:] = along
         inner[:, -new:] = along.mT
-        squares, vectors = torch.linalg.eigh(inner)
+        squares, vectors = decomposed(inner)
         top, sizes = vectors[..., -count:], squares[:, -count:].clamp_min(0).sqrt()
         beyond, least = image - along.mT @ basis, tol * sizes[:, -1:]
         off = torch.linalg.vector_norm(top[:, -new:].mT @ beyond, dim=-1)
@@ -296,7 +296,7 @@ def _each(product: Product, vectors: Tensor, shape: tuple[int, ...]) -> Tensor:
 def _ritz(op: JacobianOperator, u: Tensor, noise: Tensor, k: int, tol: float) -> SingularValues:
     """Return the Ritz values in the space of orthonormal u (batch, c, n), and how sure they are."""
     (tensors, products), count, image = noise, u.shape[1], _each(op.vjp, u, op.out_shape)
-    turn, values, right = torch.linalg.svd(image, full_matrices=False)
+    turn, values, right = (t.to(u) for t in torch.linalg.svd(image.cpu(), full_matrices=False))
     left = turn.mT @ u
     off = _each(op.jvp, right, op.in_shape) - values[..., None] * left
     eye = torch.eye(count, dtype=u.dtype, device=u.device)

@@ -316,10 +316,12 @@ def powers(g: Tensor) -> tuple[Tensor, Tensor]:
 def decomposed(g: Tensor) -> tuple[Tensor, Tensor]:
     """Return eigenvalues of symmetric matrices, ascending, and vectors in columns.
 
-    Where the solver gives up on one of them, bounds that are above all, and unit vectors.
+    Found on the CPU, in one read from other devices, where many of them take far longer. Where the
+    solver gives up on one of them, bounds that are above all, and unit vectors.
     """
     try:
-        return torch.linalg.eigh(g)
+        values, vectors = torch.linalg.eigh(g.cpu())
+        return values.to(g.device), vectors.to(g.device)
     except RuntimeError:  # LinAlgError
         eye = torch.eye(g.shape[-1], dtype=g.dtype, device=g.device)
         return _row_sum_norm(g)[..., None].expand(g.shape[:-1]), eye.expand_as(g)

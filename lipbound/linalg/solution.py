@@ -37,8 +37,8 @@ class Norm:
         error: estimate of the relative error of ``lower`` (exceeded with probability at most 1e-3
             each), float64; NaN for power iteration.
         left, right: top singular pair, unit vectors, when asked for; else None.
-        limited: whether rounding alone takes more than a quarter of the tolerance: why a norm has
-            not converged, and would not in more steps. Of closed forms.
+        limited: whether rounding alone takes more than a quarter of the tolerance, or has ended a
+            search: why a norm has not converged, and would not in more steps. Of closed forms.
     """
 
     lower: Tensor
