@@ -14,7 +14,7 @@ from lipbound.attention.variants.gate import Gate
 from lipbound.attention.variants.other_stream import OtherStream
 from lipbound.attention.variants.qk_norm import QKNorm
 from lipbound.attention.variants.rotary import Rotation
-from lipbound.errors import AttentionError, is_number, shown, tell
+from lipbound.errors import AttentionError, LipboundError, is_number, shown, tell
 
 if TYPE_CHECKING:
     from lipbound.attention.layer import Attention
@@ -26,6 +26,9 @@ KINDS: dict[str, type] = {
     "other_stream": OtherStream,
 }
 """Types of the parts of a layer that are no tensors."""
+LARGEST = 1e60
+"""Largest entries of tensors from which norms are computed, and its inverse the smallest: products
+of four of them, and squares of norms, are in the range of float64. All float32 numbers are."""
 _NEEDED = ("x", "w_q", "w_k", "w_v")
 BY_HEAD = ("w_", "b_", "norm_v.gain", "norm_v.bias", "norm_v.after", "other_stream.v")
 """Beginnings of names of tensors of which every head has its own size."""
@@ -181,6 +184,28 @@ def _largest(given: dict[str, Tensor]) -> dict[str, list[float]]:
     }
     values = iter(torch.cat([*largest.values()]).tolist() if largest else [])
     return {name: list(itertools.islice(values, len(t))) for name, t in largest.items()}
+
+
+def sizes(att: "Attention") -> dict[str, list[float]]:
+    """Return largest entries of a layer's tensors by name: those of weights head by head."""
+    return largest_entries(att) | {"scale": [abs(att.scale)]}
+
+
+def check_sizes(att: "Attention") -> None:
+    """Check that products and squares of a layer's numbers stay in the range of float64.
+
+    Raises:
+        LipboundError: a tensor whose largest entry is neither zero nor from 1e-60 to 1e60; of
+            weights that of a head.
+    """
+    for name, values in sizes(att).items():
+        for size in values:
+            if size and not 1 / LARGEST <= size <= LARGEST:
+                raise LipboundError(
+                    f"the largest entry of {name} is {size:.3g}; norms and bounds are computed "
+                    f"where it is 0 or from {1 / LARGEST:g} to {LARGEST:g}: multiply x by a power "
+                    "of two and the weights by its inverse"
+                )
 
 
 def _check_mask(att: "Attention") -> None:

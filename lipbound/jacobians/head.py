@@ -3,9 +3,9 @@
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Self
+from typing import Self
 
 import torch
 from scipy.sparse.linalg import LinearOperator
@@ -166,18 +166,7 @@ class HeadOperator(TensorOperator):
 
         Of a float64 layer whose numbers are in the range of float32.
         """
-        if not self.turned_alone:
-            return None
-        changes: dict[str, Any] = {"dtype": torch.float32}
-        for name in (f.name for f in fields(self)):
-            t = getattr(self, name)
-            if isinstance(t, TokenMap):
-                changes[name] = replace(t, dtype=torch.float32)
-            elif isinstance(t, RowSpace | GateStep):
-                changes[name] = t.to(torch.float32)
-            elif isinstance(t, Tensor) and t.is_floating_point():
-                changes[name] = t.to(torch.float32, memory_format=torch.contiguous_format)
-        return self._with(**changes)
+        return self.to(torch.float32) if self.turned_alone else None
 
     def _unreduced(self) -> Self:
         """The same maps with inputs in the coordinates of X, which needs no QR decomposition."""
@@ -453,9 +442,9 @@ class HeadJacobian(InParts, HeadOperator):
             return (narrow(t, self.v) - mean).mT.baddbmm_(z_v.mT, self.p.mT).mT
         return torch.baddbmm(mean, t, self.v, beta=-1).baddbmm_(self.p, z_v)
 
-    def single(self) -> Self | None:
-        other = super().single()
-        return other._with(t=other.p) if other is not None and self.t is self.p else other
+    def to(self, dtype: torch.dtype) -> Self:
+        other = super().to(dtype)
+        return other._with(t=other.p) if self.t is self.p else other
 
     def column_sums(self) -> Tensor:
         return self.p.sum(1)

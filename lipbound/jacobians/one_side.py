@@ -16,7 +16,7 @@ from lipbound.attention.variants.base import SIDES, UNIT, Side, TokenMap
 from lipbound.attention.variants.other_stream import FixedStep
 from lipbound.jacobians.head import HeadOperator
 from lipbound.jacobians.row_space import RowSpace
-from lipbound.linalg.matrix_norms import matrix_norm
+from lipbound.linalg.matrix_norms import matrix_norm, power_of_two
 from lipbound.linalg.operators import Roundoff
 from lipbound.linalg.solution import Norm, solved, widened
 
@@ -45,10 +45,32 @@ class OneSide:
     pair: tuple[Tensor, Tensor] | None = None
 
     @staticmethod
-    def of_values(w: Tensor) -> "OneSide":
-        """Return values that are averaged and multiplied by w (heads, n, d_v), as one column."""
+    def by_itself(att: Attention, side: Side) -> "OneSide":
+        """Return a side of a layer as it moves by itself."""
+        width = att.d_v if side == "v" else att.d
+        eye = torch.eye(width, dtype=att.dtype, device=att.device)
+        return OneSide(side, eye.expand(att.heads, -1, -1))
+
+    @staticmethod
+    def of_values(att: Attention, basis: Tensor | None) -> "tuple[OneSide, Tensor]":
+        """Return values as they move, as one column unless they are gated.
+
+        Through an output projection, as its slices and their ``basis`` (heads, D_out, r), if there
+        is one. Outputs are linear in values, whatever the units of these.
+
+        Returns:
+            The side, and the exponents of the powers of two that norms are to be multiplied with,
+            (heads,) on the CPU.
+        """
+        alone = OneSide.by_itself(att, "v")
+        if att.gate is not None:
+            return alone, torch.zeros(att.heads, dtype=torch.long)
+        w = alone.through if basis is None or att.w_o is None else att.w_o @ basis
+        unit = power_of_two(w.abs().amax((-1, -2)))
+        w = (w / unit[:, None, None]).to(att.dtype)
         u, s, v = (t.to(w) for t in torch.linalg.svd(w.cpu(), full_matrices=False))
-        return OneSide("v", s[:, :1, None], (u[..., 0], v[:, 0]))
+        alone = OneSide("v", s[:, :1, None], (u[..., 0], v[:, 0]))
+        return alone, unit.log2().round().long().cpu()
 
     def operator(self, op: HeadOperator, att: Attention) -> HeadOperator:
         """Return a Jacobian with respect to X as that with respect to the side.

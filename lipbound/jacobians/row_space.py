@@ -147,10 +147,6 @@ class RowSpace:
         columns = torch.linalg.vector_norm(off, dim=-1) + length * w.shape[2] ** 0.5
         return (skew + length * long + 4 * columns).amax()
 
-    def double(self) -> "RowSpace":
-        """The same in float64."""
-        return self.to(torch.float64)
-
     def to(self, dtype: torch.dtype) -> "RowSpace":
         """The same in another dtype."""
         return RowSpace(self._w, self._spans, dtype, self, everything=self.everything)

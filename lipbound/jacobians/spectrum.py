@@ -15,14 +15,14 @@ from lipbound.devices import in_own_modes
 from lipbound.errors import TooLargeError, check_layer, choice, real, whole
 from lipbound.jacobians.automatic import AutomaticJacobian
 from lipbound.jacobians.head import HeadOperator
+from lipbound.jacobians.in_range import InRange, MapOperator, in_range
 from lipbound.jacobians.maps import WHOLE
-from lipbound.jacobians.prepared_map import PreparedMap
 from lipbound.jacobians.token_norms.token_norm import TOKEN_MAPS, beside, chunks, pieces, tensors_of
 from lipbound.linalg.matrix_norms import UNIT, decomposed, times_power
 from lipbound.linalg.operators import JacobianOperator, Product, Transposed
 from lipbound.linalg.solution import normal_numbers, seeds_each
 
-Measure = Callable[[JacobianOperator, PreparedMap | None], Tensor]
+Measure = Callable[[JacobianOperator, InRange | None], Tensor]
 ACCURACY = 1e-5
 """Relative error beyond which a Frobenius norm is not known."""
 RESOLVED = 0.01
@@ -103,20 +103,21 @@ def _each_piece(att: Attention | ModuleAttention, map: str, what: str, measure: 
         one = part.double()
         if measure is _condition and (one.valid_rows is not None or one.valid_keys is not None):
             one = one.unpadded(0)  # padding would be singular values of zero
-        measured = PreparedMap(one, map)
-        value = measure(measured.op, measured).cpu()
-        exponents = measured.exponents[:1] if map in WHOLE else measured.exponents
-        value = times_power(value, exponents) if measure is _frobenius else value
+        wide = in_range(one, map)
+        value = measure(wide.jacobian(), wide).cpu()
+        value = times_power(value, wide.exponents) if measure is _frobenius else value
         values.append(value if map in WHOLE else value[None])
     return beside(values, att.samples, map, lambda several, dim: torch.cat(list(several), dim))
 
 
-def _frobenius(op: JacobianOperator, measured: PreparedMap | None) -> Tensor:
+def _frobenius(op: JacobianOperator, wide: InRange | None) -> Tensor:
     """Norms of a batch, (batch,)."""
-    if measured is None:
+    if wide is None:
         return _squares(op).sqrt()
-    if measured.attention.variants <= set(WITH_TOKEN_NORMS):
-        parts, squares, off = tensors_of(measured), [], []
+    assert isinstance(op, MapOperator)
+    roundoff = wide.allowance(op)
+    if wide.layer.variants <= set(WITH_TOKEN_NORMS):
+        parts, squares, off = tensors_of(wide, op), [], []
         for maps, rows in chunks(parts):
             found = [parts.of_maps(maps).squares(r, columns=False) for r in rows]
             traces = [g.diagonal(dim1=-2, dim2=-1).sum((1, 2)) for g, _ in found]
@@ -125,23 +126,24 @@ def _frobenius(op: JacobianOperator, measured: PreparedMap | None) -> Tensor:
         total, error = torch.cat(squares), torch.cat(off)
     else:
         total = _squares(op)
-        products = measured.roundoff.products.to(total.device)
+        products = roundoff.products.to(total.device)
         error = 2 * total.sqrt() * products * math.prod(op.out_shape) ** 0.5
     norm = total.clamp_min(0).sqrt()
     # its allowance is of blocks' Frobenius norms: N rows of them have a root of N times that
-    moved = measured.roundoff.tensors.to(norm.device) * op.out_shape[0] ** 0.5
+    moved = roundoff.tensors.to(norm.device) * op.out_shape[0] ** 0.5
     known = (error <= ACCURACY * total) & (moved <= ACCURACY / 2 * norm)
     return torch.where(known | (total == 0) & (moved == 0), norm, torch.nan)
 
 
-def _condition(op: JacobianOperator, measured: PreparedMap | None) -> Tensor:
+def _condition(op: JacobianOperator, wide: InRange | None) -> Tensor:
     """Condition numbers of a batch, (batch,)."""
     rows = torch.stack(list(_rows(op, "condition_number")), 1).cpu()
     s = torch.linalg.svdvals(rows)
     largest, smallest = s[:, 0], s[:, -1]
     error = 8 * sum(rows.shape[1:]) * UNIT * largest
-    if measured is not None:
-        tensors, products, _ = measured.roundoff
+    if wide is not None:
+        assert isinstance(op, MapOperator)
+        tensors, products, _ = wide.allowance(op)
         error = error + tensors + products * rows.shape[1] ** 0.5  # of the matrix of all rows
     return torch.where(smallest * RESOLVED > error, largest / smallest, torch.inf)
 
@@ -248,12 +250,12 @@ def singular_values(
 
 def _of_piece(att: Attention, map: str, search: Callable[..., SingularValues]) -> SingularValues:
     """Measure one sample, in the units and coordinates of the layer."""
-    wide = PreparedMap(att.double(), map)
-    found = search(wide.op, torch.stack([wide.roundoff.tensors, wide.roundoff.products]))
-    powers = (wide.exponents[:1] if map in WHOLE else wide.exponents)[:, None]
+    wide = in_range(att.double(), map)
+    op, powers = wide.jacobian(), wide.exponents[:, None]
+    found = search(op, torch.stack(wide.allowance(op)[:2]))
     numbers, left, right = [times_power(t, powers) for t in found[:3]], found.left, found.right
-    if isinstance(wide.op, HeadOperator):
-        right = torch.stack([wide.op.lift(one) for one in right.unbind(1)], 1)
+    if isinstance(op, HeadOperator):
+        right = torch.stack([op.lift(one) for one in right.unbind(1)], 1)
     left = left if wide.basis is None else left @ wide.basis.mT[:, None]
     whole = [*numbers, *found[3:5], left.to(att.dtype), right.to(att.dtype)]
     return SingularValues(*(whole if map in WHOLE else (t[None] for t in whole)))

@@ -59,15 +59,21 @@ def head_jacobian(att: Attention) -> HeadOperator:
 
     Cross-attention is always the former.
     """
-    if "cross" in att.variants:
-        return HeadJacobian(att)
-    needed = att.samples * att.heads * att.tokens**2 * SCORE_BYTES
-    if needed > whole_bytes(att.device) or BY_ROWS.get():
+    if "cross" not in att.variants and (_too_large(att) or _mostly_masked(att)):
         return StreamedHeadJacobian(att)
-    if att.device.type != "cpu" or att.tokens < LONG or (att.mask is None and att.valid is None):
-        return HeadJacobian(att)
-    few = RowBlocks.of_mask(att, ROWS).share <= FEW
-    return StreamedHeadJacobian(att) if few else HeadJacobian(att)
+    return HeadJacobian(att)
+
+
+def _too_large(att: Attention) -> bool:
+    needed = att.samples * att.heads * att.tokens**2 * SCORE_BYTES
+    return needed > whole_bytes(att.device) or BY_ROWS.get()
+
+
+def _mostly_masked(att: Attention) -> bool:
+    dense = att.mask is None and att.valid is None
+    if dense or att.device.type != "cpu" or att.tokens < LONG:
+        return False
+    return RowBlocks.of_mask(att, ROWS).share <= FEW
 
 
 def whole_bytes(device: torch.device) -> float:
@@ -105,10 +111,6 @@ class Kept:
     def to(self, dtype: torch.dtype) -> "Kept":
         """The same in another dtype."""
         return Kept([[block.to(dtype) for block in entry] for entry in self.entries])
-
-    def double(self) -> "Kept":
-        """The same in float64."""
-        return self.to(torch.float64)
 
 
 @dataclass(init=False, eq=False, repr=False)
@@ -221,13 +223,9 @@ class StreamedHeadJacobian(HeadOperator):
             blocks = (RowBlock(rows, keys, p[None], t[None]) for rows, keys, p, t in self._read(b))
             yield one, self.tokens.select(one), blocks
 
-    def single(self) -> Self | None:
-        other = super().single()
-        if other is None:
-            return None
+    def to(self, dtype: torch.dtype) -> Self:
         wide = {name: getattr(self, name) for name in ("wide_q", "wide_k", "top", "total")}
-        kept = None if self.kept is None else self.kept.to(torch.float32)
-        return other._with(**wide, kept=kept)  # scores stay in float64
+        return super().to(dtype)._with(**wide)  # scores stay in float64
 
     def column_sums(self) -> Tensor:
         out = self.o.new_zeros(self.batch, self.layer.tokens)

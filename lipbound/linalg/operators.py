@@ -166,7 +166,7 @@ class FromCPU(JacobianOperator):
 _BATCHED = "has the batch axis first"
 PerEntry = Annotated[T, _BATCHED]
 """Type of a field of a `TensorOperator` that has the batch axis first: a tensor, something with a
-method ``select``, or None."""
+method ``select``, and one ``to`` where it has a dtype, or None."""
 
 
 @dataclass(init=False, eq=False, repr=False)
@@ -198,10 +198,14 @@ class TensorOperator(JacobianOperator):
         own = {name: _entries(getattr(self, name), index) for name in names}
         return self._with(batch=count, **own)
 
+    def to(self, dtype: torch.dtype) -> Self:
+        """Return the same maps with products in another dtype."""
+        cast = {f.name: _cast(getattr(self, f.name), dtype) for f in fields(self)}
+        return self._with(**cast | {"dtype": dtype})
+
     def double(self) -> Self:
         """Return the same maps with products in float64."""
-        cast = {f.name: _cast(getattr(self, f.name)) for f in fields(self)}
-        return self._with(**cast | {"dtype": torch.float64})
+        return self.to(torch.float64)
 
 
 def _entries(value: Any, index: Tensor | slice) -> Any:
@@ -210,10 +214,11 @@ def _entries(value: Any, index: Tensor | slice) -> Any:
     return value[index] if isinstance(value, Tensor) else value.select(index)
 
 
-def _cast(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.double() if value.is_floating_point() else value
-    return value.double() if hasattr(value, "double") else value
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if not isinstance(value, Tensor):
+        return value.to(dtype) if hasattr(value, "to") else value
+    whole = not value.is_floating_point()
+    return value if whole else value.to(dtype, memory_format=torch.contiguous_format)
 
 
 class AutogradJacobian(JacobianOperator):

@@ -202,6 +202,6 @@ class TokenMap:
         """Return some entries of the batch; ``direction``, which has samples instead, stays."""
         return replace(self, steps=[step.select(index) for step in self.steps])
 
-    def double(self) -> "TokenMap":
-        """Return the same with products in float64."""
-        return replace(self, steps=[step.double() for step in self.steps], dtype=torch.float64)
+    def to(self, dtype: torch.dtype) -> "TokenMap":
+        """Return the same with products in another dtype."""
+        return replace(self, steps=[step.to(dtype) for step in self.steps], dtype=dtype)
