@@ -30,6 +30,7 @@ LARGEST = 1e60
 """Largest entries of tensors from which norms are computed, and its inverse the smallest: products
 of four of them, and squares of norms, are in the range of float64. All float32 numbers are."""
 _NEEDED = ("x", "w_q", "w_k", "w_v")
+_TENSORS = (*_NEEDED, "b_q", "b_k", "b_v", "w_o", "mask", "valid", "sinks")
 BY_HEAD = ("w_", "b_", "norm_v.gain", "norm_v.bias", "norm_v.after", "other_stream.v")
 """Beginnings of names of tensors of which every head has its own size."""
 OWN_DTYPE = ("mask", "norm_", "rotation")
@@ -49,14 +50,17 @@ def validate(att: "Attention", scale: float | None) -> None:
             raise AttentionError(f"{name} is {shown(number)}; it must be a finite number")
     if att.cap is not None and att.cap <= 0:
         raise AttentionError(f"cap is {att.cap}; it must be a positive number")
-    for name, kind in KINDS.items():
-        part = getattr(att, name)
-        if part is not None and not isinstance(part, kind):
-            what = f"{kind.__name__} of {kind.__module__}"
+    for name in (*_TENSORS, *KINDS):
+        part, kind = getattr(att, name), KINDS.get(name, Tensor)
+        if not isinstance(part, kind) and (part is not None or name in _NEEDED):
+            what = "torch tensor" if kind is Tensor else f"{kind.__name__} of {kind.__module__}"
             raise AttentionError(f"{name} is {shown(part)}; it must be a {what}")
-    own = (*_NEEDED, "b_q", "b_k", "b_v", "w_o", "mask", "valid", "sinks")
-    for name, tensor in ({name: getattr(att, name) for name in own} | att.tensors()).items():
-        _check_tensor(name, tensor, needed=name in _NEEDED)  # also those of its parts
+    for name, tensor in att.tensors().items():
+        if tensor.is_meta:
+            on = f"{name} is on the device meta, which holds no numbers"
+            raise AttentionError(f"{on}; give tensors on a CPU or GPU")
+        if tensor.layout != torch.strided:
+            raise AttentionError(f"{name} is sparse; give {name}.to_dense()")
     for name in _NEEDED:
         axes = "(samples, N, D)" if name == "x" else "(heads, D, d)"
         shape = tuple(getattr(att, name).shape)
@@ -65,24 +69,6 @@ def validate(att: "Attention", scale: float | None) -> None:
     _check_shapes(att)
     _check_dtypes(att.tensors(), att.x.dtype)
     _check_mask(att)
-
-
-def _check_tensor(name: str, tensor: object, *, needed: bool) -> None:
-    """Check that it is a tensor with numbers in it, one after the other, or None.
-
-    Raises:
-        AttentionError: it is not.
-    """
-    if tensor is None and not needed:
-        return
-    if not isinstance(tensor, Tensor):
-        raise AttentionError(f"{name} is {shown(tensor)}; it must be a torch tensor")
-    if tensor.is_meta:
-        raise AttentionError(
-            f"{name} is on the device meta, which holds no numbers; give tensors on a CPU or GPU"
-        )
-    if tensor.layout != torch.strided:
-        raise AttentionError(f"{name} is sparse; give {name}.to_dense()")
 
 
 def _check_shapes(att: "Attention") -> None:

@@ -1,6 +1,5 @@
 """Jacobians of attention heads in closed form, as a batch of linear operators."""
 
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from lipbound.jacobians.products.row_blocks import (
     worthwhile,
 )
 from lipbound.jacobians.row_space import RowSpace, distinct, length_by_squares, length_sums
-from lipbound.linalg.operators import JacobianOperator, PerEntry, TensorOperator
+from lipbound.linalg.operators import PerEntry, TensorOperator
 
 
 @dataclass(init=False, eq=False, repr=False)
@@ -104,11 +103,8 @@ class HeadOperator(TensorOperator):
         self.to_q, self.to_k, self.to_v = att.passages().values()
         of_gate = 0 if gate is None else att.d_v
         self.sizes = [att.d, att.d, att.d_v, of_gate, *(to.extra for to in self._passages)]
-        spans = distinct(att.spans)
-        self.rows = RowSpace(self.w, spans, att.dtype)
-        width = self.w.shape[2] + sum(w.shape[1] for w in spans)
-        width = self.w.shape[1] if self.rows.everything else min(self.w.shape[1], width)
-        self.in_shape = (att.tokens, width)
+        self.rows = RowSpace(self.w, distinct(att.spans), att.dtype)
+        self.in_shape = (att.tokens, self.rows.width)
         parts = (att.q, att.centred_k, att.centred_v)
         self.q, self.k, self.v = (self._laid_out(t.to(att.dtype).flatten(0, 1)) for t in parts)
         scaled = zip(self._passages, (att.scale, att.scale, 1.0), strict=True)
@@ -144,8 +140,7 @@ class HeadOperator(TensorOperator):
         Laid out coordinate by coordinate.
         """
         groups = self._groups()
-        if groups is None:
-            return torch.cat([t.mT for t in self._cotangents(y)], 1).mT
+        assert groups is not None
         return cotangents(groups, y, (self.sizes[0], self.sizes[2]))
 
     def _cotangents(self, y: Tensor) -> tuple[Tensor, ...]:
@@ -170,8 +165,8 @@ class HeadOperator(TensorOperator):
 
     def _unreduced(self) -> Self:
         """The same maps with inputs in the coordinates of X, which needs no QR decomposition."""
-        rows, shape = self.rows.whole(), (self.in_shape[0], self.w.shape[1])
-        return self._with(rows=rows, in_shape=shape)
+        rows = self.rows.whole()
+        return self._with(rows=rows, in_shape=(self.in_shape[0], rows.width))
 
     def estimating(self) -> Self:
         """The same maps, for searches in float32 whose results few products in float64 check."""
@@ -265,6 +260,7 @@ class HeadOperator(TensorOperator):
         )
         return q, k, v
 
+    @torch.no_grad()
     def pull(self, y: Tensor) -> Tensor:
         """The cotangents of all coordinates under y, side by side, (batch, N, m).
 
@@ -301,6 +297,7 @@ class HeadOperator(TensorOperator):
         extra = torch.einsum("bnr,bnre->bne", x, self._along)
         return self.push([*z, *extra.split(self.sizes[4:], -1)])
 
+    @torch.no_grad()
     def vjp(self, y: Tensor) -> Tensor:
         q, k, v, *extra = self._pulled(y)
         to_q, to_k, to_v, *to_gate = (part.mT.expand(len(y), -1, -1) for part in self.triangle)
@@ -409,8 +406,7 @@ class HeadJacobian(InParts, HeadOperator):
         return [(slice(None), self.tokens, self._shared)]
 
     def _beside(self, y: Tensor) -> Tensor:
-        whole = self._groups() is None and self.q.shape == self.k.shape
-        if not whole or torch.is_grad_enabled():
+        if self._groups() is not None:
             return super()._beside(y)
         d_v = self.sizes[2]
         shift = torch.bmm(y.reshape(-1, 1, d_v), self.o.reshape(-1, d_v, 1)).view(*y.shape[:2], 1)
@@ -423,8 +419,7 @@ class HeadJacobian(InParts, HeadOperator):
         return found.mT
 
     def _cotangents(self, y: Tensor) -> tuple[Tensor, ...]:
-        together = not torch.is_grad_enabled() and self.q.shape == self.k.shape
-        if together or self._groups() is not None:
+        if self.q.shape == self.k.shape:
             return super()._cotangents(y)
         g = self.t * (y @ self.v.mT - (y * self.o).sum(-1, keepdim=True))
         return narrow(g, self.k), narrow(g.mT, self.q), narrow(self.p.mT, y)
@@ -484,17 +479,3 @@ class HeadJacobian(InParts, HeadOperator):
                 f"samples and {heads} heads, counted from 0"
             )
         return self._unreduced().to_scipy(place)
-
-    def dense(self) -> Tensor:
-        """The matrices, block by block for plain attention: Lemma 1 (docs/theory/jacobian.md)."""
-        if not self.plain:
-            return JacobianOperator.dense(self)
-        r_q, r_k, r_v = self.rows.coordinates[self.head].split(self.sizes[:3], -1)
-        centred = self.v[:, None] - self.o[:, :, None]  # (batch, i, j, d_v)
-        weighted = self.p[..., None] * centred
-        blocks = torch.einsum("bija,bim->biajm", weighted, self.q @ r_k.mT)
-        blocks = blocks + torch.einsum("bij,bma->biajm", self.p, r_v)
-        own = torch.einsum("bija,bjc,bmc->biam", weighted, self.k, r_q)
-        i = torch.arange(self.out_shape[0], device=self.device)
-        blocks[:, i, :, i] += own.transpose(0, 1)
-        return blocks.reshape(self.batch, math.prod(self.out_shape), math.prod(self.in_shape))

@@ -74,6 +74,7 @@ class RowSpace:
     Attributes:
         everything: all D coordinates are taken as they are, which needs no decomposition: where
             few products follow, or spans leave less than half of them out.
+        width: number of coordinates m'.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class RowSpace:
         self._w, self._spans, self._dtype, self._source = w, spans, dtype, source
         width = w.shape[2] + sum(span.shape[1] for span in spans)
         self.everything = everything or (bool(spans) and 2 * width >= w.shape[1])
+        self.width = w.shape[1] if self.everything else min(w.shape[1], width)
 
     def _whole(self) -> Tensor:
         """Projections w with the spans beside them, float64."""

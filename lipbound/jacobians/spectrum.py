@@ -15,14 +15,15 @@ from lipbound.devices import in_own_modes
 from lipbound.errors import TooLargeError, check_layer, choice, real, whole
 from lipbound.jacobians.automatic import AutomaticJacobian
 from lipbound.jacobians.head import HeadOperator
-from lipbound.jacobians.in_range import InRange, MapOperator, in_range
+from lipbound.jacobians.in_range import in_range
 from lipbound.jacobians.maps import WHOLE
+from lipbound.jacobians.token_norms.blocks import LayerTensors
 from lipbound.jacobians.token_norms.token_norm import TOKEN_MAPS, beside, chunks, pieces, tensors_of
 from lipbound.linalg.matrix_norms import UNIT, decomposed, times_power
-from lipbound.linalg.operators import JacobianOperator, Product, Transposed
+from lipbound.linalg.operators import JacobianOperator, Product, Roundoff, Transposed
 from lipbound.linalg.solution import normal_numbers, seeds_each
 
-Measure = Callable[[JacobianOperator, InRange | None], Tensor]
+Measure = Callable[[JacobianOperator, Roundoff, LayerTensors | None], Tensor]
 ACCURACY = 1e-5
 """Relative error beyond which a Frobenius norm is not known."""
 RESOLVED = 0.01
@@ -95,7 +96,9 @@ def _each_piece(att: Attention | ModuleAttention, map: str, what: str, measure: 
     """Measure a layer part by part: one sample, and as many heads as fit."""
     choice("map", map, TOKEN_MAPS)
     if isinstance(att, ModuleAttention):
-        found = measure(AutomaticJacobian(att, map), None).cpu()
+        every = AutomaticJacobian(att, map)
+        nothing = torch.zeros(every.batch, dtype=torch.float64)
+        found = measure(every, Roundoff(nothing, nothing, nothing), None).cpu()
         return found if map in WHOLE else found.view(att.samples, att.heads)
     check_layer(att, what)
     values = []
@@ -104,30 +107,29 @@ def _each_piece(att: Attention | ModuleAttention, map: str, what: str, measure: 
         if measure is _condition and (one.valid_rows is not None or one.valid_keys is not None):
             one = one.unpadded(0)  # padding would be singular values of zero
         wide = in_range(one, map)
-        value = measure(wide.jacobian(), wide).cpu()
+        op, by_blocks = wide.jacobian(), wide.layer.variants <= set(WITH_TOKEN_NORMS)
+        parts = tensors_of(wide, op) if measure is _frobenius and by_blocks else None
+        value = measure(op, wide.allowance(op), parts).cpu()
         value = times_power(value, wide.exponents) if measure is _frobenius else value
         values.append(value if map in WHOLE else value[None])
     return beside(values, att.samples, map, lambda several, dim: torch.cat(list(several), dim))
 
 
-def _frobenius(op: JacobianOperator, wide: InRange | None) -> Tensor:
-    """Norms of a batch, (batch,)."""
-    if wide is None:
-        return _squares(op).sqrt()
-    assert isinstance(op, MapOperator)
-    roundoff = wide.allowance(op)
-    if wide.layer.variants <= set(WITH_TOKEN_NORMS):
-        parts, squares, off = tensors_of(wide, op), [], []
-        for maps, rows in chunks(parts):
-            found = [parts.of_maps(maps).squares(r, columns=False) for r in rows]
+def _frobenius(op: JacobianOperator, roundoff: Roundoff, parts: LayerTensors | None) -> Tensor:
+    """Norms of a batch, (batch,), from its blocks or row by row."""
+    if parts is None:
+        rows = _rows(op, "frobenius_norm")
+        total = torch.stack([row.square().sum(1) for row in rows]).sum(0)
+        products = roundoff.products.to(total.device)
+        error = 2 * total.sqrt() * products * math.prod(op.out_shape) ** 0.5
+    else:
+        squares, off = [], []
+        for maps, tokens in chunks(parts):
+            found = [parts.of_maps(maps).squares(t, columns=False) for t in tokens]
             traces = [g.diagonal(dim1=-2, dim2=-1).sum((1, 2)) for g, _ in found]
             squares.append(torch.stack(traces).sum(0))
             off.append(torch.stack([slack.sum(1) for _, slack in found]).sum(0))
         total, error = torch.cat(squares), torch.cat(off)
-    else:
-        total = _squares(op)
-        products = roundoff.products.to(total.device)
-        error = 2 * total.sqrt() * products * math.prod(op.out_shape) ** 0.5
     norm = total.clamp_min(0).sqrt()
     # its allowance is of blocks' Frobenius norms: N rows of them have a root of N times that
     moved = roundoff.tensors.to(norm.device) * op.out_shape[0] ** 0.5
@@ -135,22 +137,15 @@ def _frobenius(op: JacobianOperator, wide: InRange | None) -> Tensor:
     return torch.where(known | (total == 0) & (moved == 0), norm, torch.nan)
 
 
-def _condition(op: JacobianOperator, wide: InRange | None) -> Tensor:
+def _condition(op: JacobianOperator, roundoff: Roundoff, _: LayerTensors | None) -> Tensor:
     """Condition numbers of a batch, (batch,)."""
     rows = torch.stack(list(_rows(op, "condition_number")), 1).cpu()
     s = torch.linalg.svdvals(rows)
     largest, smallest = s[:, 0], s[:, -1]
     error = 8 * sum(rows.shape[1:]) * UNIT * largest
-    if wide is not None:
-        assert isinstance(op, MapOperator)
-        tensors, products, _ = wide.allowance(op)
-        error = error + tensors + products * rows.shape[1] ** 0.5  # of the matrix of all rows
+    # the latter of the matrix of all rows
+    error = error + roundoff.tensors + roundoff.products * rows.shape[1] ** 0.5
     return torch.where(smallest * RESOLVED > error, largest / smallest, torch.inf)
-
-
-def _squares(op: JacobianOperator) -> Tensor:
-    """Squared Frobenius norms of a batch, (batch,)."""
-    return torch.stack([row.square().sum(1) for row in _rows(op, "frobenius_norm")]).sum(0)
 
 
 def _rows(op: JacobianOperator, what: str) -> Iterator[Tensor]:

@@ -78,16 +78,12 @@ def _mostly_masked(att: Attention) -> bool:
 
 def whole_bytes(device: torch.device) -> float:
     """`WHOLE_BYTES` of a device."""
-    return _budget(WHOLE_BYTES, device)
-
-
-def _budget(bytes_of: dict[str, float] | dict[str, int], device: torch.device) -> float:
-    return bytes_of.get(device.type, bytes_of["cpu"])
+    return WHOLE_BYTES.get(device.type, WHOLE_BYTES["cpu"])
 
 
 def _blocks(att: Attention) -> RowBlocks:
     """Blocks of as many rows as memory allows, no more than products need where a mask forbids."""
-    most = _budget(STREAMED_BYTES, att.device) // 8
+    most = STREAMED_BYTES.get(att.device.type, STREAMED_BYTES["cpu"]) // 8
     if att.device.type == "cpu" and not (att.mask is None and att.valid is None):
         blocks = RowBlocks.of_mask(att, ROWS)
         most = min(most, ROWS * max(1, blocks.widest))
@@ -174,10 +170,6 @@ class StreamedHeadJacobian(HeadOperator):
                 found.append(RowBlock(rows, keys, p, self._weights(b, rows, keys, p)))
         return found
 
-    def _place(self, b: int) -> tuple[int, int]:
-        """Sample and head of an entry."""
-        return divmod(int(self.entry[b]), self.layer.heads)
-
     def _scaled(self, b: int, rows: slice, keys: slice) -> Tensor:
         """Products scale q k^T for some queries and keys of an entry, (rows, keys), float64."""
         q, k = self.wide_q[b, rows], self.wide_k[b, keys]
@@ -186,7 +178,7 @@ class StreamedHeadJacobian(HeadOperator):
 
     def _scores(self, b: int, rows: slice, keys: slice) -> Tensor:
         """Masked float64 scores of some queries of an entry, (rows, keys)."""
-        s, h = self._place(b)
+        s, h = divmod(int(self.entry[b]), self.layer.heads)
         scores = self.layer.capped(self._scaled(b, rows, keys))
         mask = self.layer.mask_part(s, h, rows, keys)
         if mask is not None:

@@ -109,7 +109,9 @@ class JacobianOperator(ABC):
         return self
 
     def dense(self) -> Tensor:
-        """Return the matrices, (batch, out, in), by one product a column: for small cases."""
+        """Return the matrices, (batch, out, in), one product a row or column: for small cases."""
+        if math.prod(self.out_shape) < math.prod(self.in_shape):
+            return Transposed(self).dense().mT
         return torch.stack(list(self.columns()), -1)
 
     def columns(self) -> Iterator[Tensor]:

@@ -88,9 +88,8 @@ class Norm:
 
     def view(self, *shape: int) -> "Norm":
         """Return the same values with the batch axis reshaped."""
-        names = ["lower", "upper", "steps", "converged", "error"]
-        names += [] if self.limited is None else ["limited"]
-        return replace(self, **{name: getattr(self, name).view(*shape) for name in names})
+        numbers: dict[str, Any] = vars(self) | {"left": None, "right": None}
+        return replace(self, **{n: t.view(*shape) for n, t in numbers.items() if t is not None})
 
     def times_power(self, exponents: Tensor) -> "Norm":
         """Return ends times powers of two, rounded outwards; they are not close where that rounds.
