@@ -1,7 +1,7 @@
 """Jacobians of attention heads in closed form, as a batch of linear operators."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Self
@@ -13,19 +13,11 @@ from torch import Tensor
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants.base import TokenMap
 from lipbound.attention.variants.gate import GateStep
+from lipbound.devices import Room
 from lipbound.errors import LipboundError, whole
 from lipbound.jacobians.products.matrices import InParts, by_columns, narrow
-from lipbound.jacobians.products.row_blocks import (
-    SHORT,
-    Group,
-    HeadTensors,
-    RowBlock,
-    RowBlocks,
-    cotangents,
-    pushed,
-    worthwhile,
-)
-from lipbound.jacobians.row_space import RowSpace, distinct, length_by_squares, length_sums
+from lipbound.jacobians.products.row_blocks import SHORT, Group, RowBlock, RowBlocks, worthwhile
+from lipbound.jacobians.row_space import RowSpace, length_by_squares, length_sums
 from lipbound.linalg.operators import PerEntry, TensorOperator
 
 
@@ -103,7 +95,7 @@ class HeadOperator(TensorOperator):
         self.to_q, self.to_k, self.to_v = att.passages().values()
         of_gate = 0 if gate is None else att.d_v
         self.sizes = [att.d, att.d, att.d_v, of_gate, *(to.extra for to in self._passages)]
-        self.rows = RowSpace(self.w, distinct(att.spans), att.dtype)
+        self.rows = RowSpace(self.w, att.spans, att.dtype)
         self.in_shape = (att.tokens, self.rows.width)
         parts = (att.q, att.centred_k, att.centred_v)
         self.q, self.k, self.v = (self._laid_out(t.to(att.dtype).flatten(0, 1)) for t in parts)
@@ -130,18 +122,30 @@ class HeadOperator(TensorOperator):
         """The blocks of rows of P that products are formed in; None for whole matrices."""
 
     @cached_property
-    def tokens(self) -> HeadTensors:
-        """Queries, keys, values and outputs as products in blocks take them."""
-        return HeadTensors.of(self.q, self.k, self.v, self.o)
+    def _summed(self) -> tuple[Tensor, Tensor]:
+        """Keys and values, laid out so that sums over tokens are fastest."""
+        return by_columns(self.k), self._laid_out(self.v)
 
     def _beside(self, y: Tensor) -> Tensor:
         """The cotangents of q, k, v as they enter scores and output, under y, side by side.
 
-        Laid out coordinate by coordinate.
+        Laid out coordinate by coordinate; in blocks, where there are some.
         """
-        groups = self._groups()
+        groups, (d, _, d_v) = self._groups(), self.sizes[:3]
         assert groups is not None
-        return cotangents(groups, y, (self.sizes[0], self.sizes[2]))
+        found, room = y.new_zeros(len(y), 2 * d + d_v, y.shape[1]).mT, Room()
+        for entries, blocks in groups:
+            given, (to_q, to_k, to_v) = y[entries], found[entries].split([d, d, d_v], -1)
+            q, k, v, o = (t[entries] for t in (self.q, self._summed[0], self.v, self.o))
+            shift = (given * o).sum(-1, keepdim=True)
+            for rows, keys, p, weights in blocks:
+                part = given[:, rows]
+                g = torch.bmm(part, v[:, keys].mT, out=room.take(y, *p.shape))
+                g = g.sub_(shift[:, rows]).mul_(weights)
+                torch.bmm(g, k[:, keys], out=to_q[:, rows])
+                to_k[:, keys].baddbmm_(g.mT, q[:, rows])
+                to_v[:, keys].baddbmm_(p.mT, part)
+        return found
 
     def _cotangents(self, y: Tensor) -> tuple[Tensor, ...]:
         """The cotangents of q, k, v as they enter scores and output, under y."""
@@ -178,14 +182,32 @@ class HeadOperator(TensorOperator):
         Those of scores are already scaled; side by side, or part by part.
         """
         parts = z.split(self.sizes, -1) if isinstance(z, Tensor) else z
-        out = self._mixed(self._arriving(parts))
+        every = zip(self._passages, parts[:3], parts[4:], strict=True)
+        q, k, v = (to.push(t, extra if to.extra else None) for to, t, extra in every)
+        out = self._mixed((q, k, v))
         return out if self.gate is None else self.gate.push(out, parts[3])
 
     def _mixed(self, arriving: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        """The perturbations of outputs under those of q, k and v as they enter."""
-        groups = self._groups()
+        """The perturbations of outputs under those of q, k and v as they enter.
+
+        In blocks, where there are some; these are not differentiable.
+        """
+        groups, (z_q, z_k, z_v) = self._groups(), arriving
         assert groups is not None
-        return pushed(groups, arriving)
+        z_v, room = self._laid_out(z_v), Room()
+        out = torch.zeros_like(z_v)
+        for entries, blocks in groups:
+            q, k, v, o = (t[entries] for t in (self.q, self.k, self._summed[1], self.o))
+            left, right = torch.cat([z_q[entries], q], -1), torch.cat([k, z_k[entries]], -1)
+            for rows, keys, p, weights in blocks:
+                t = torch.bmm(left[:, rows], right[:, keys].mT, out=room.take(z_v, *p.shape))
+                t = t.mul_(weights)
+                part = torch.bmm(t, v[:, keys], out=out[entries, rows])
+                # at a one-hot row the difference is exactly zero, which a fused multiply-add would
+                # spoil
+                part -= t.sum(-1, keepdim=True) * o[:, rows]
+                part.baddbmm_(p, z_v[entries][:, keys])
+        return out
 
     @abstractmethod
     def column_sums(self) -> Tensor:
@@ -251,14 +273,6 @@ class HeadOperator(TensorOperator):
         cotangents = zip(self._passages, self._cotangents(y), strict=True)
         parts, extra = zip(*(to.pull(t) for to, t in cotangents), strict=True)
         return [*parts, *of_gate, *(t for t in extra if t is not None)]
-
-    def _arriving(self, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Perturbations of q, k and v as they enter scores and output, from those `push` takes."""
-        q, k, v = (
-            to.push(t, extra if to.extra else None)
-            for to, t, extra in zip(self._passages, parts[:3], parts[4:], strict=True)
-        )
-        return q, k, v
 
     @torch.no_grad()
     def pull(self, y: Tensor) -> Tensor:
@@ -403,7 +417,7 @@ class HeadJacobian(InParts, HeadOperator):
     def _groups(self) -> Iterable[Group] | None:
         if self.blocks is None or torch.is_grad_enabled():
             return None
-        return [(slice(None), self.tokens, self._shared)]
+        return [(slice(None), self._shared)]
 
     def _beside(self, y: Tensor) -> Tensor:
         if self._groups() is not None:

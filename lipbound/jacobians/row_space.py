@@ -5,16 +5,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-
-def distinct(spans: list[Tensor]) -> list[Tensor]:
-    """Return projections without those that are there already."""
-    found: list[Tensor] = []
-    for span in spans:
-        if not any(span.shape == t.shape and torch.equal(span, t) for t in found):
-            found.append(span)
-    return found
-
-
 IN_CACHE = 12
 """Entries whose lengths a CPU takes at a time, in its cache."""
 

@@ -169,7 +169,7 @@ def l2_spectral_norm(att: Attention, *, tol: float = 1e-4, seed: int | Sequence[
     wide, exponents = unit_values(att.double())
     op = L2HeadJacobian(wide)
     narrow = att.dtype == torch.float32 and tol >= SEEN
-    search = L2HeadJacobian(unit_values(att)[0]) if narrow else op
+    search = op.to(torch.float32) if narrow else op
     nothing = torch.zeros(op.batch, dtype=torch.float64)
     steps, seeds = DEFAULT_STEPS["lanczos"], sample_seeds(att.samples, seed)
     rounding = partial(Roundoff, nothing, nothing, nothing)

@@ -84,13 +84,10 @@ def whole_bytes(device: torch.device) -> float:
 def _blocks(att: Attention) -> RowBlocks:
     """Blocks of as many rows as memory allows, no more than products need where a mask forbids."""
     most = STREAMED_BYTES.get(att.device.type, STREAMED_BYTES["cpu"]) // 8
+    rows = widest = att.tokens
     if att.device.type == "cpu" and not (att.mask is None and att.valid is None):
-        blocks = RowBlocks.of_mask(att, ROWS)
-        most = min(most, ROWS * max(1, blocks.widest))
-        if most == ROWS * blocks.widest:
-            return blocks
-        return RowBlocks.of_mask(att, max(1, int(most // blocks.widest)))
-    return RowBlocks.of_mask(att, max(1, min(att.tokens, int(most // att.tokens))))
+        rows, widest = ROWS, max(1, RowBlocks.of_mask(att, ROWS).widest)
+    return RowBlocks.of_mask(att, max(1, min(rows, most // widest)))
 
 
 @dataclass(frozen=True)
@@ -211,9 +208,8 @@ class StreamedHeadJacobian(HeadOperator):
 
     def _groups(self) -> Iterator[Group]:
         for b in range(self.batch):
-            one = slice(b, b + 1)
             blocks = (RowBlock(rows, keys, p[None], t[None]) for rows, keys, p, t in self._read(b))
-            yield one, self.tokens.select(one), blocks
+            yield slice(b, b + 1), blocks
 
     def to(self, dtype: torch.dtype) -> Self:
         wide = {name: getattr(self, name) for name in ("wide_q", "wide_k", "top", "total")}

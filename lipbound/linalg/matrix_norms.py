@@ -28,10 +28,9 @@ VECTOR_STEPS = 20_000
 """Steps of power iteration for a vector whose derivative is wanted, beyond that size."""
 
 
-def gamma(k: int, dtype: torch.dtype = torch.float64) -> float:
-    """Return Higham's bound on the relative error of k accumulated roundings."""
-    unit = torch.finfo(dtype).eps / 2
-    return k * unit / (1 - k * unit)
+def gamma(k: int) -> float:
+    """Return Higham's bound on the relative error of k accumulated roundings, of float64."""
+    return k * UNIT / (1 - k * UNIT)
 
 
 def exact_power(e: Tensor) -> Tensor:

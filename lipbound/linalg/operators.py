@@ -13,10 +13,12 @@ batch axis, with
 so that the solvers of this folder work on any of them.
 """
 
+import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Annotated, Any, NamedTuple, Self
 
 import numpy as np
@@ -126,17 +128,14 @@ class JacobianOperator(ABC):
         """Return entry ``i`` as a scipy operator (out, in) on flattened vectors, in its dtype."""
         one = self.select(torch.tensor([i], device=self.device))
 
-        def product(f: Product, into: tuple[int, ...]) -> Callable[[np.ndarray], np.ndarray]:
-            def apply(x: np.ndarray) -> np.ndarray:
-                t = torch.from_numpy(np.ascontiguousarray(x)).to(self.device, self.dtype)
-                return f(t.view(1, *into)).reshape(-1).cpu().numpy()
-
-            return apply
+        def applied(product: Product, into: tuple[int, ...], x: np.ndarray) -> np.ndarray:
+            t = torch.from_numpy(np.ascontiguousarray(x)).to(self.device, self.dtype)
+            return product(t.view(1, *into)).reshape(-1).cpu().numpy()
 
         return LinearOperator(
             (math.prod(self.out_shape), math.prod(self.in_shape)),
-            matvec=product(one.jvp, self.in_shape),
-            rmatvec=product(one.vjp, self.out_shape),
+            matvec=partial(applied, one.jvp, self.in_shape),
+            rmatvec=partial(applied, one.vjp, self.out_shape),
             dtype=np.dtype(str(self.dtype).removeprefix("torch.")),
         )
 
@@ -249,25 +248,40 @@ class AutogradJacobian(JacobianOperator):
         return self
 
 
-class InUnits(JacobianOperator):
-    """The maps times numbers ``unit`` (batch,), which powers of two are exact for."""
+class Between(JacobianOperator):
+    """The maps between factors of their inputs and of their outputs.
 
-    def __init__(self, op: JacobianOperator, unit: Tensor):
-        self._op, self._unit = op, unit.to(op.device, op.dtype)
+    Args:
+        op: the operators.
+        left, right: numbers by which entries of outputs and of inputs are multiplied, which
+            broadcast to (batch, ...) and have the batch axis.
+    """
+
+    def __init__(self, op: JacobianOperator, left: Tensor, right: Tensor):
+        self._op, self._left, self._right = op, left, right
         self.batch, self.in_shape, self.out_shape = op.batch, op.in_shape, op.out_shape
         self.dtype, self.device = op.dtype, op.device
 
-    def _times(self, t: Tensor) -> Tensor:
-        return t * self._unit.view(-1, *[1] * (t.ndim - 1))
-
     def jvp(self, x: Tensor) -> Tensor:
-        return self._times(self._op.jvp(x))
+        return self._left * self._op.jvp(self._right * x)
 
     def vjp(self, y: Tensor) -> Tensor:
-        return self._times(self._op.vjp(y))
+        return self._right * self._op.vjp(self._left * y)
 
-    def select(self, index: Tensor) -> "InUnits":
-        return InUnits(self._op.select(index), self._unit[index])
+    def select(self, index: Tensor) -> Self:
+        other = copy.copy(self)
+        other._op, other.batch = self._op.select(index), len(index)
+        other._left, other._right = self._left[index], self._right[index]
+        return other
+
+
+class InUnits(Between):
+    """The maps times numbers ``unit`` (batch,), which powers of two are exact for."""
+
+    def __init__(self, op: JacobianOperator, unit: Tensor):
+        unit = unit.to(op.device, op.dtype)
+        left, right = (unit.view(-1, *[1] * len(shape)) for shape in (op.out_shape, op.in_shape))
+        super().__init__(op, left, torch.ones_like(right))
 
 
 class Transposed(JacobianOperator):
