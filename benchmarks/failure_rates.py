@@ -22,7 +22,7 @@ from scipy.stats import beta
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.jacobians.prepared_map import PreparedMap
+from lipbound.jacobians.in_range import in_range
 from lipbound.linalg import enclose
 from lipbound.linalg.operator_norm import DEFAULT_STEPS
 from lipbound.linalg.solution import seeds_each
@@ -69,13 +69,12 @@ def missed(
     # less than what stands below the top
     tol = max((1 - max(value for value in spectrum if value < 1)) / 4, 1e-4)
     att = head(spectrum, runs, dtype)
-    wide = PreparedMap(att.double(), "head")
-    most, seeds = steps or DEFAULT_STEPS["lanczos"], seeds_each(wide.op.batch, seed)
+    wide = in_range(att.double(), "head")
+    op = wide.jacobian()
+    most, seeds = steps or DEFAULT_STEPS["lanczos"], seeds_each(op.batch, seed)
     # as `lipbound.spectral_norm` calls it, but that the runs of a batch do not share delta
-    with torch.no_grad():
-        norm = enclose.enclose(
-            enclose.Problem(wide.op, lambda: wide.roundoff, wide.op, tol, most, seeds), delta
-        )
+    problem = enclose.Problem(op, lambda: wide.allowance(op), op, tol, most, seeds)
+    norm = enclose.enclose(problem, delta * op.batch)
     return torch.maximum(1 - norm.upper, norm.lower - 1).clamp_min(0)
 
 

@@ -378,8 +378,8 @@ def _norms(one: Attention, x: Tensor, factors: np.ndarray) -> np.ndarray:
     Without an allowance for rounding: far out attention saturates, and what rounding may have done
     is more than the norm.
     """
-    unit, size = unit_values(one.at(torch.from_numpy(factors).to(x)[:, None, None] * x))
-    return (operator_norm(HeadJacobian(unit), tol=1e-6).lower * size.cpu()).numpy()
+    unit, exponents = unit_values(one.at(torch.from_numpy(factors).to(x)[:, None, None] * x))
+    return (operator_norm(HeadJacobian(unit), tol=1e-6).lower * 2.0**exponents).numpy()
 
 
 if __name__ == "__main__":

@@ -103,15 +103,15 @@ def test_a_run_that_ran_out_of_memory_goes_on_where_it_was(monkeypatch, tmp_path
     """Memory is taken when half of the layers are done: what is finished is not measured again."""
     options = {"samples": 1, "layers": [0, 1], "memory": "1 GB", "max_length": 8}
     module = importlib.import_module("lipbound.jacobians.spectral_norm")
-    calls, prepared, most = [], module.PreparedMap, [math.inf]
+    calls, in_range, most = [], module.in_range, [math.inf]
 
-    def counted(att, **given):
+    def counted(att, *given):
         calls.append(att)
         if len(calls) > most[0]:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB.")
-        return prepared(att, **given)
+        return in_range(att, *given)
 
-    monkeypatch.setattr(module, "PreparedMap", counted)
+    monkeypatch.setattr(module, "in_range", counted)
     whole = lb.compare("builtin:gpt2", bounds=["castin"], **options)
     count, out = len(calls), tmp_path / "run.zarr"
     calls.clear()

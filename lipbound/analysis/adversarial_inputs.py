@@ -78,16 +78,15 @@ def _steepness(w_q: Tensor, w_k: Tensor, scale: float) -> tuple[float, float, Te
     candidates = [(float(values.real[i]), w_q @ vectors[:, i].real) for i in real]
     if d < width:  # a vector that no key sees
         candidates.append((0.0, torch.linalg.svd(w_k.mT, full_matrices=True).Vh[-1]))
-    candidates = [(value, u) for value, u in candidates if float(u.norm()) > 0]
-    if not candidates:
+    rates = [(growth_rate(value), value, u / u.norm()) for value, u in candidates if u.any()]
+    if not rates:
         raise LipboundError("Proposition 3.4 says nothing of a W_Q W_K^T with no real eigenvalue")
-    value, u = max(candidates, key=lambda one: growth_rate(one[0]))
-    return growth_rate(value), value, u / u.norm()
+    return max(rates, key=lambda one: one[0])
 
 
 def growth_rate(eigenvalue: float) -> float:
     r"""Rate :math:`\gamma` of an eigenvalue of A, positive or negative, in Proposition 3.4."""
-    return -eigenvalue if eigenvalue < 0 else eigenvalue / 8
+    return max(-eigenvalue, eigenvalue / 8)
 
 
 def adversarial_inputs(att: Attention, tokens: int, radius: float) -> Tensor:
@@ -143,7 +142,8 @@ def lower_bound(att: Attention, tokens: int, radius: float) -> Tensor:
     w_q, w_k, w_v = att.w_q.double(), att.w_k.double(), att.w_v.double()
     w = att.scale * w_k @ (w_q.mT @ steep.direction[..., None])  # (heads, D, 1)
     w = w / w.norm(dim=1, keepdim=True).clamp_min(torch.finfo(w.dtype).tiny)
-    return math.sqrt(tokens - 1) * p * torch.linalg.matrix_norm(w_v - w @ (w.mT @ w_v), 2)
+    reach = torch.linalg.matrix_norm((w_v - w @ (w.mT @ w_v)).cpu(), 2).to(p)
+    return math.sqrt(tokens - 1) * p * reach
 
 
 def crossover_length(att: Attention) -> Tensor:

@@ -7,7 +7,6 @@ back attention and its norm: Lemma 62 (docs/theory/inputs.md).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,38 +15,11 @@ from lipbound.attention.layer import Attention
 from lipbound.errors import AttentionError
 from lipbound.jacobians.head import HeadJacobian
 from lipbound.linalg.operator_norm import operator_norm
-from lipbound.linalg.operators import JacobianOperator, PerEntry, TensorOperator
+from lipbound.linalg.operators import Between
 from lipbound.linalg.solution import Norm, sample_seeds
 
 _CHUNK = 2**24
 """Bytes of the d_v x d matrices of some tokens that are decomposed at a time."""
-
-
-@dataclass(init=False, eq=False, repr=False)
-class WeightedJacobian(TensorOperator):
-    r"""Jacobians of weighted self-attention in its weighted norm.
-
-    They are :math:`D^{1/2} J D^{-1/2}`, D the diagonal matrix of the weights.
-
-    Args:
-        op: Jacobians of heads whose probabilities have the weights in them (see `weighted`), tokens
-            on the first axis of inputs and outputs.
-        weights: (batch, N), positive.
-    """
-
-    op: PerEntry[JacobianOperator]
-    root: PerEntry[Tensor]
-
-    def __init__(self, op: JacobianOperator, weights: Tensor):
-        self.op, self.root = op, weights.sqrt().to(op.dtype)[..., None]
-        self.batch, self.in_shape, self.out_shape = op.batch, op.in_shape, op.out_shape
-        self.dtype, self.device = op.dtype, op.device
-
-    def jvp(self, x: Tensor) -> Tensor:
-        return self.root * self.op.jvp(x / self.root)
-
-    def vjp(self, y: Tensor) -> Tensor:
-        return self.op.vjp(self.root * y) / self.root
 
 
 def weighted(att: Attention, weights: Tensor) -> Attention:
@@ -96,8 +68,8 @@ def weighted_norm(
     Returns:
         The norms, (samples, heads).
     """
-    each = weights.repeat_interleave(att.heads, 0)
-    op = WeightedJacobian(HeadJacobian(weighted(att, weights)), each)
+    root = weights.sqrt().to(att.dtype).repeat_interleave(att.heads, 0)[..., None]
+    op = Between(HeadJacobian(weighted(att, weights)), root, 1 / root)  # D^(1/2) J D^(-1/2)
     seeds = sample_seeds(att.samples, seed)
     return operator_norm(op, tol=tol, delta=delta, seed=seeds).view(att.samples, att.heads)
 
@@ -117,7 +89,8 @@ def query_block_norms(att: Attention) -> Tensor:
     att.only("query_block_norms")
     p, k, v = att.p.double(), att.centred_k, att.centred_v
     o, mean = p @ v, p @ k
-    factor = torch.linalg.qr(att.w_q.double(), mode="r").R.mT  # (heads, d, min(d, D))
+    # decompositions are left to the CPU, on which many take less time than on a GPU
+    factor = torch.linalg.qr(att.w_q.double().cpu(), mode="r").R.mT  # (heads, d, min(d, D))
     pairs = (v[..., :, None] * k[..., None, :]).flatten(-2)  # (samples, heads, N, d_v d)
     step = max(1, int(_CHUNK // (8 * att.samples * att.heads * att.d_v * att.d)))
     norms = []
@@ -125,8 +98,8 @@ def query_block_norms(att: Attention) -> Tensor:
         rows = slice(i, i + step)
         moments = (p[..., rows, :] @ pairs).unflatten(-1, (att.d_v, att.d))
         c = att.scale * (moments - o[..., rows, :, None] * mean[..., rows, None, :])
-        norms.append(torch.linalg.matrix_norm(c @ factor[:, None], 2))
-    return torch.cat(norms, -1)
+        norms.append(torch.linalg.matrix_norm(c.cpu() @ factor[:, None], 2))
+    return torch.cat(norms, -1).to(att.device)
 
 
 def duplicated_norm(att: Attention, norm: Tensor) -> Tensor:

@@ -56,10 +56,6 @@ class NetworkJacobian(AutomaticJacobian):
                 self._forward = False
         return self._twice()(streams)
 
-    def dense(self) -> Tensor:
-        few = math.prod(self.out_shape) < math.prod(self.in_shape)
-        return Transposed(self).dense().mT if few else super().dense()
-
 
 def blocks(model: nn.Module) -> list[nn.Module]:
     """List the transformer blocks of a model in order.

@@ -330,9 +330,13 @@ class Attention:
 
     @property
     def spans(self) -> list[Tensor]:
-        """Projections (D, n) besides the heads' own through which inputs are felt."""
-        norms = [norm for norm in (self.norm_q, self.norm_k, self.norm_v) if norm is not None]
-        return [norm.over[0] for norm in norms if norm.over is not None]
+        """Projections (D, n) besides the heads' own through which inputs are felt, each once."""
+        found: list[Tensor] = []
+        for norm in (self.norm_q, self.norm_k, self.norm_v):
+            if norm is not None and norm.over is not None:
+                same = (t.shape == norm.over[0].shape and t.equal(norm.over[0]) for t in found)
+                found += [] if any(same) else [norm.over[0]]
+        return found
 
     def token_map(self, side: Side, dtype: torch.dtype | None = None) -> TokenMap:
         """Return the derivative of what happens to projected queries, keys or values.
@@ -716,7 +720,8 @@ class Attention:
                 projections, or gated.
         """
         w_o = self.output_projection("head_out", "head")
-        e = torch.linalg.qr(w_o.detach().mT).Q  # a basis, which derivatives may take as fixed
+        # a basis, which derivatives may take as fixed; many take far longer on a GPU
+        e = torch.linalg.qr(w_o.detach().cpu().mT).Q.to(w_o.device)
         inner = w_o @ e
         if self.gate is None and self.plain("v"):
             b_v = None if self.b_v is None else (self.b_v[:, None] @ inner)[:, 0]

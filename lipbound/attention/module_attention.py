@@ -55,12 +55,9 @@ class ModuleAttention:
     details: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
-        return (
-            f"ModuleAttention({self.samples} samples, {self.heads} heads, {self.tokens} tokens, "
-            f"d_v {self.d_v}, {self.kind}, by automatic differentiation"
-            + "".join(f"; {said}" for said in self.details)
-            + ")"
-        )
+        sizes = f"{self.samples} samples, {self.heads} heads, {self.tokens} tokens, d_v {self.d_v}"
+        how = "; ".join(["by automatic differentiation", *self.details])
+        return f"ModuleAttention({sizes}, {self.kind}, {how})"
 
     @property
     def samples(self) -> int:

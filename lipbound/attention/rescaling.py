@@ -8,38 +8,12 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.attention.validation import largest_entries
-from lipbound.errors import LipboundError
+from lipbound.attention.validation import largest_entries, sizes
 
-LARGEST = 1e60
-"""Largest entries of tensors from which norms are computed, and its inverse the smallest: products
-of four of them, and squares of norms, are in the range of float64. All float32 numbers are."""
 ORDINARY = 16
 """Logarithms to base 2 of ordinary sizes of tensors: products of many are in range."""
 FIXED = {"qk_norm", "cross"}
 """Variants under which sizes of queries and keys do not go together."""
-
-
-def sizes(att: Attention) -> dict[str, list[float]]:
-    """Return largest entries of a layer's tensors by name: those of weights head by head."""
-    return largest_entries(att) | {"scale": [abs(att.scale)]}
-
-
-def check_sizes(att: Attention) -> None:
-    """Check that products and squares of a layer's numbers stay in the range of float64.
-
-    Raises:
-        LipboundError: a tensor whose largest entry is neither zero nor from 1e-60 to 1e60; of
-            weights that of a head.
-    """
-    for name, values in sizes(att).items():
-        for size in values:
-            if size and not 1 / LARGEST <= size <= LARGEST:
-                raise LipboundError(
-                    f"the largest entry of {name} is {size:.3g}; norms and bounds are computed "
-                    f"where it is 0 or from {1 / LARGEST:g} to {LARGEST:g}: multiply x by a power "
-                    "of two and the weights by its inverse"
-                )
 
 
 def unit_values(att: Attention, *, together: bool = False) -> tuple[Attention, Tensor]:
@@ -53,7 +27,7 @@ def unit_values(att: Attention, *, together: bool = False) -> tuple[Attention, T
         together: whether all heads are divided by the same number.
 
     Returns:
-        The layer with these values, and the powers of two, (heads,) float64 on the CPU.
+        The layer with these values, and the exponents of the powers of two, (heads,) on the CPU.
     """
     linear: tuple[str, ...] = ("w_v", "b_v")  # the tensors that values, and J, are linear in
     if att.fixed("v") is not None:
@@ -61,12 +35,12 @@ def unit_values(att: Attention, *, together: bool = False) -> tuple[Attention, T
     elif att.norm_v is not None:
         own = att.norm_v.after is None
         linear = ("norm_v.gain", "norm_v.bias") if own else ("norm_v.after",)
-    given = {name: t for name, t in att.tensors().items() if name in linear}
     size = torch.tensor(largest_entries(att)[linear[0]], dtype=torch.float64)
+    given = {name: t for name, t in att.tensors().items() if name in linear}
     if together:
         size = size.amax().expand(len(size))
-    unit = torch.where(size > 0, 2.0 ** size.clamp_min(1e-300).log2().round(), 1.0)
-    there = unit.to(att.device)
+    exponents = torch.where(size > 0, size, 1.0).clamp_min(1e-300).log2().round()
+    there = (2.0**exponents).to(att.device)
     parts: dict[str, Any] = {}
     for name, t in given.items():
         part, _, field = name.partition(".")
@@ -75,7 +49,7 @@ def unit_values(att: Attention, *, together: bool = False) -> tuple[Attention, T
         parts[part] = replace(whole, **{field: scaled}) if field else scaled
     other = att.over_values(parts, look_at=linear[1:])
     other.cache.keep("centred_v", att.centred_v / there[:, None, None])
-    return other, unit
+    return other, exponents.long()
 
 
 def of_ordinary_size(att: Attention, *, together: bool = False) -> tuple[Attention, Tensor]:
@@ -85,7 +59,7 @@ def of_ordinary_size(att: Attention, *, together: bool = False) -> tuple[Attenti
     in the values: Lemma 73 (docs/theory/upper_values.md). Layers of ordinary size stay as they are.
 
     Args:
-        att: the layer, of sizes as of `check_sizes`.
+        att: the layer, of sizes as of `lipbound.attention.validation.check_sizes`.
         together: whether J of all heads is multiplied with the same number.
 
     Returns:
@@ -116,8 +90,8 @@ def of_ordinary_size(att: Attention, *, together: bool = False) -> tuple[Attenti
             parts[name] = replace(norm, over=(norm.over[0] * first * second, norm.over[1]))
     if att.gate is not None:
         parts["gate"] = replace(att.gate, w=att.gate.w * first * second)
-    other, unit = unit_values(att.with_parts(**parts, check=False), together=together)
-    return other, unit.log2().round().long() - e_x
+    other, exponents = unit_values(att.with_parts(**parts, check=False), together=together)
+    return other, exponents - e_x
 
 
 def _times(t: Tensor, exponents: Tensor) -> Tensor:

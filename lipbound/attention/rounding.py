@@ -64,12 +64,17 @@ class TensorErrors(NamedTuple):
         return TensorErrors(*(t[index] for t in self))
 
 
+@memoised
 def tensor_errors(att: Attention) -> TensorErrors:
     """Return errors of ``wide_q``, ``centred_k``, ``centred_v`` and P of `Attention` in float64.
 
     Whatever the dtype of ``att``.
     """
-    return _tensor_errors(att.double())
+    att = att.double()
+    sides = (_side(att, side) for side in SIDES)
+    every = [*(t for each in zip(*sides, strict=True) for t in each), *_probabilities(att)]
+    shape = (att.samples, att.heads)
+    return TensorErrors(*upper(torch.stack([t.expand(shape) for t in every])))
 
 
 def probability_error(att: Attention) -> Tensor:
@@ -78,14 +83,6 @@ def probability_error(att: Attention) -> Tensor:
     Values are not looked at.
     """
     return upper(_probabilities(att.double())[1]).expand(att.samples, att.heads)
-
-
-@memoised
-def _tensor_errors(att: Attention) -> TensorErrors:
-    sides = (_side(att, side) for side in SIDES)
-    every = [*(t for each in zip(*sides, strict=True) for t in each), *_probabilities(att)]
-    shape = (att.samples, att.heads)
-    return TensorErrors(*upper(torch.stack([t.expand(shape) for t in every])))
 
 
 def upper(x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from lipbound.attention.variants.gate import Gate
 from lipbound.attention.variants.other_stream import OtherStream
 from lipbound.attention.variants.qk_norm import QKNorm
 from lipbound.attention.variants.rotary import Rotation
-from lipbound.errors import AttentionError, is_number, shown, tell
+from lipbound.errors import AttentionError, LipboundError, is_number, shown, tell
 
 if TYPE_CHECKING:
     from lipbound.attention.layer import Attention
@@ -26,7 +26,11 @@ KINDS: dict[str, type] = {
     "other_stream": OtherStream,
 }
 """Types of the parts of a layer that are no tensors."""
+LARGEST = 1e60
+"""Largest entries of tensors from which norms are computed, and its inverse the smallest: products
+of four of them, and squares of norms, are in the range of float64. All float32 numbers are."""
 _NEEDED = ("x", "w_q", "w_k", "w_v")
+_TENSORS = (*_NEEDED, "b_q", "b_k", "b_v", "w_o", "mask", "valid", "sinks")
 BY_HEAD = ("w_", "b_", "norm_v.gain", "norm_v.bias", "norm_v.after", "other_stream.v")
 """Beginnings of names of tensors of which every head has its own size."""
 OWN_DTYPE = ("mask", "norm_", "rotation")
@@ -46,14 +50,17 @@ def validate(att: "Attention", scale: float | None) -> None:
             raise AttentionError(f"{name} is {shown(number)}; it must be a finite number")
     if att.cap is not None and att.cap <= 0:
         raise AttentionError(f"cap is {att.cap}; it must be a positive number")
-    for name, kind in KINDS.items():
-        part = getattr(att, name)
-        if part is not None and not isinstance(part, kind):
-            what = f"{kind.__name__} of {kind.__module__}"
+    for name in (*_TENSORS, *KINDS):
+        part, kind = getattr(att, name), KINDS.get(name, Tensor)
+        if not isinstance(part, kind) and (part is not None or name in _NEEDED):
+            what = "torch tensor" if kind is Tensor else f"{kind.__name__} of {kind.__module__}"
             raise AttentionError(f"{name} is {shown(part)}; it must be a {what}")
-    own = (*_NEEDED, "b_q", "b_k", "b_v", "w_o", "mask", "valid", "sinks")
-    for name, tensor in ({name: getattr(att, name) for name in own} | att.tensors()).items():
-        _check_tensor(name, tensor, needed=name in _NEEDED)  # also those of its parts
+    for name, tensor in att.tensors().items():
+        if tensor.is_meta:
+            on = f"{name} is on the device meta, which holds no numbers"
+            raise AttentionError(f"{on}; give tensors on a CPU or GPU")
+        if tensor.layout != torch.strided:
+            raise AttentionError(f"{name} is sparse; give {name}.to_dense()")
     for name in _NEEDED:
         axes = "(samples, N, D)" if name == "x" else "(heads, D, d)"
         shape = tuple(getattr(att, name).shape)
@@ -62,24 +69,6 @@ def validate(att: "Attention", scale: float | None) -> None:
     _check_shapes(att)
     _check_dtypes(att.tensors(), att.x.dtype)
     _check_mask(att)
-
-
-def _check_tensor(name: str, tensor: object, *, needed: bool) -> None:
-    """Check that it is a tensor with numbers in it, one after the other, or None.
-
-    Raises:
-        AttentionError: it is not.
-    """
-    if tensor is None and not needed:
-        return
-    if not isinstance(tensor, Tensor):
-        raise AttentionError(f"{name} is {shown(tensor)}; it must be a torch tensor")
-    if tensor.is_meta:
-        raise AttentionError(
-            f"{name} is on the device meta, which holds no numbers; give tensors on a CPU or GPU"
-        )
-    if tensor.layout != torch.strided:
-        raise AttentionError(f"{name} is sparse; give {name}.to_dense()")
 
 
 def _check_shapes(att: "Attention") -> None:
@@ -181,6 +170,28 @@ def _largest(given: dict[str, Tensor]) -> dict[str, list[float]]:
     }
     values = iter(torch.cat([*largest.values()]).tolist() if largest else [])
     return {name: list(itertools.islice(values, len(t))) for name, t in largest.items()}
+
+
+def sizes(att: "Attention") -> dict[str, list[float]]:
+    """Return largest entries of a layer's tensors by name: those of weights head by head."""
+    return largest_entries(att) | {"scale": [abs(att.scale)]}
+
+
+def check_sizes(att: "Attention") -> None:
+    """Check that products and squares of a layer's numbers stay in the range of float64.
+
+    Raises:
+        LipboundError: a tensor whose largest entry is neither zero nor from 1e-60 to 1e60; of
+            weights that of a head.
+    """
+    for name, values in sizes(att).items():
+        for size in values:
+            if size and not 1 / LARGEST <= size <= LARGEST:
+                raise LipboundError(
+                    f"the largest entry of {name} is {size:.3g}; norms and bounds are computed "
+                    f"where it is 0 or from {1 / LARGEST:g} to {LARGEST:g}: multiply x by a power "
+                    "of two and the weights by its inverse"
+                )
 
 
 def _check_mask(att: "Attention") -> None:

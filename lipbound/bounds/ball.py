@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.attention.rescaling import check_sizes
 from lipbound.attention.rounding import tensor_errors
 from lipbound.attention.scoring import cap_slope
+from lipbound.attention.validation import check_sizes
 from lipbound.attention.variants.rotary import turned
 from lipbound.bounds import factors
 from lipbound.bounds.ours.block_norms import SUM_BYTES, RowMaps, distances, spread

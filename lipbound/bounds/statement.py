@@ -125,7 +125,7 @@ class Bound:
                 `longest`; a float64 layer whose largest entries are neither 0 nor from 1e-60 to
                 1e60.
         """
-        from lipbound.attention.rescaling import check_sizes  # here, since they need torch
+        from lipbound.attention.validation import check_sizes  # here, since they need torch
         from lipbound.devices import in_own_modes
 
         formula = self.formula(att)

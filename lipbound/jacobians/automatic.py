@@ -172,7 +172,7 @@ class AutomaticJacobian(JacobianOperator):
     def _cut(self, x: Tensor) -> None:
         """Set padding to zero, in place: (passes, samples, *in_shape)."""
         if self._valid is not None:
-            x *= self._valid.view(len(self._valid), *self.in_shape[:-1], 1)
+            x *= self._valid.reshape(len(self._valid), *self.in_shape[:-1], 1)
 
     def select(self, index: Tensor) -> Self:
         other = copy.copy(self)

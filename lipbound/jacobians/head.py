@@ -1,11 +1,10 @@
 """Jacobians of attention heads in closed form, as a batch of linear operators."""
 
-import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Self
+from typing import Self
 
 import torch
 from scipy.sparse.linalg import LinearOperator
@@ -14,20 +13,12 @@ from torch import Tensor
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants.base import TokenMap
 from lipbound.attention.variants.gate import GateStep
+from lipbound.devices import Room
 from lipbound.errors import LipboundError, whole
 from lipbound.jacobians.products.matrices import InParts, by_columns, narrow
-from lipbound.jacobians.products.row_blocks import (
-    SHORT,
-    Group,
-    HeadTensors,
-    RowBlock,
-    RowBlocks,
-    cotangents,
-    pushed,
-    worthwhile,
-)
-from lipbound.jacobians.row_space import RowSpace, distinct, length_by_squares, length_sums
-from lipbound.linalg.operators import JacobianOperator, PerEntry, TensorOperator
+from lipbound.jacobians.products.row_blocks import SHORT, Group, RowBlock, RowBlocks, worthwhile
+from lipbound.jacobians.row_space import RowSpace, length_by_squares, length_sums
+from lipbound.linalg.operators import PerEntry, TensorOperator
 
 
 @dataclass(init=False, eq=False, repr=False)
@@ -104,11 +95,8 @@ class HeadOperator(TensorOperator):
         self.to_q, self.to_k, self.to_v = att.passages().values()
         of_gate = 0 if gate is None else att.d_v
         self.sizes = [att.d, att.d, att.d_v, of_gate, *(to.extra for to in self._passages)]
-        spans = distinct(att.spans)
-        self.rows = RowSpace(self.w, spans, att.dtype)
-        width = self.w.shape[2] + sum(w.shape[1] for w in spans)
-        width = self.w.shape[1] if self.rows.everything else min(self.w.shape[1], width)
-        self.in_shape = (att.tokens, width)
+        self.rows = RowSpace(self.w, att.spans, att.dtype)
+        self.in_shape = (att.tokens, self.rows.width)
         parts = (att.q, att.centred_k, att.centred_v)
         self.q, self.k, self.v = (self._laid_out(t.to(att.dtype).flatten(0, 1)) for t in parts)
         scaled = zip(self._passages, (att.scale, att.scale, 1.0), strict=True)
@@ -134,19 +122,30 @@ class HeadOperator(TensorOperator):
         """The blocks of rows of P that products are formed in; None for whole matrices."""
 
     @cached_property
-    def tokens(self) -> HeadTensors:
-        """Queries, keys, values and outputs as products in blocks take them."""
-        return HeadTensors.of(self.q, self.k, self.v, self.o)
+    def _summed(self) -> tuple[Tensor, Tensor]:
+        """Keys and values, laid out so that sums over tokens are fastest."""
+        return by_columns(self.k), self._laid_out(self.v)
 
     def _beside(self, y: Tensor) -> Tensor:
         """The cotangents of q, k, v as they enter scores and output, under y, side by side.
 
-        Laid out coordinate by coordinate.
+        Laid out coordinate by coordinate; in blocks, where there are some.
         """
-        groups = self._groups()
-        if groups is None:
-            return torch.cat([t.mT for t in self._cotangents(y)], 1).mT
-        return cotangents(groups, y, (self.sizes[0], self.sizes[2]))
+        groups, (d, _, d_v) = self._groups(), self.sizes[:3]
+        assert groups is not None
+        found, room = y.new_zeros(len(y), 2 * d + d_v, y.shape[1]).mT, Room()
+        for entries, blocks in groups:
+            given, (to_q, to_k, to_v) = y[entries], found[entries].split([d, d, d_v], -1)
+            q, k, v, o = (t[entries] for t in (self.q, self._summed[0], self.v, self.o))
+            shift = (given * o).sum(-1, keepdim=True)
+            for rows, keys, p, weights in blocks:
+                part = given[:, rows]
+                g = torch.bmm(part, v[:, keys].mT, out=room.take(y, *p.shape))
+                g = g.sub_(shift[:, rows]).mul_(weights)
+                torch.bmm(g, k[:, keys], out=to_q[:, rows])
+                to_k[:, keys].baddbmm_(g.mT, q[:, rows])
+                to_v[:, keys].baddbmm_(p.mT, part)
+        return found
 
     def _cotangents(self, y: Tensor) -> tuple[Tensor, ...]:
         """The cotangents of q, k, v as they enter scores and output, under y."""
@@ -166,23 +165,12 @@ class HeadOperator(TensorOperator):
 
         Of a float64 layer whose numbers are in the range of float32.
         """
-        if not self.turned_alone:
-            return None
-        changes: dict[str, Any] = {"dtype": torch.float32}
-        for name in (f.name for f in fields(self)):
-            t = getattr(self, name)
-            if isinstance(t, TokenMap):
-                changes[name] = replace(t, dtype=torch.float32)
-            elif isinstance(t, RowSpace | GateStep):
-                changes[name] = t.to(torch.float32)
-            elif isinstance(t, Tensor) and t.is_floating_point():
-                changes[name] = t.to(torch.float32, memory_format=torch.contiguous_format)
-        return self._with(**changes)
+        return self.to(torch.float32) if self.turned_alone else None
 
     def _unreduced(self) -> Self:
         """The same maps with inputs in the coordinates of X, which needs no QR decomposition."""
-        rows, shape = self.rows.whole(), (self.in_shape[0], self.w.shape[1])
-        return self._with(rows=rows, in_shape=shape)
+        rows = self.rows.whole()
+        return self._with(rows=rows, in_shape=(self.in_shape[0], rows.width))
 
     def estimating(self) -> Self:
         """The same maps, for searches in float32 whose results few products in float64 check."""
@@ -194,14 +182,32 @@ class HeadOperator(TensorOperator):
         Those of scores are already scaled; side by side, or part by part.
         """
         parts = z.split(self.sizes, -1) if isinstance(z, Tensor) else z
-        out = self._mixed(self._arriving(parts))
+        every = zip(self._passages, parts[:3], parts[4:], strict=True)
+        q, k, v = (to.push(t, extra if to.extra else None) for to, t, extra in every)
+        out = self._mixed((q, k, v))
         return out if self.gate is None else self.gate.push(out, parts[3])
 
     def _mixed(self, arriving: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        """The perturbations of outputs under those of q, k and v as they enter."""
-        groups = self._groups()
+        """The perturbations of outputs under those of q, k and v as they enter.
+
+        In blocks, where there are some; these are not differentiable.
+        """
+        groups, (z_q, z_k, z_v) = self._groups(), arriving
         assert groups is not None
-        return pushed(groups, arriving)
+        z_v, room = self._laid_out(z_v), Room()
+        out = torch.zeros_like(z_v)
+        for entries, blocks in groups:
+            q, k, v, o = (t[entries] for t in (self.q, self.k, self._summed[1], self.o))
+            left, right = torch.cat([z_q[entries], q], -1), torch.cat([k, z_k[entries]], -1)
+            for rows, keys, p, weights in blocks:
+                t = torch.bmm(left[:, rows], right[:, keys].mT, out=room.take(z_v, *p.shape))
+                t = t.mul_(weights)
+                part = torch.bmm(t, v[:, keys], out=out[entries, rows])
+                # at a one-hot row the difference is exactly zero, which a fused multiply-add would
+                # spoil
+                part -= t.sum(-1, keepdim=True) * o[:, rows]
+                part.baddbmm_(p, z_v[entries][:, keys])
+        return out
 
     @abstractmethod
     def column_sums(self) -> Tensor:
@@ -268,14 +274,7 @@ class HeadOperator(TensorOperator):
         parts, extra = zip(*(to.pull(t) for to, t in cotangents), strict=True)
         return [*parts, *of_gate, *(t for t in extra if t is not None)]
 
-    def _arriving(self, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Perturbations of q, k and v as they enter scores and output, from those `push` takes."""
-        q, k, v = (
-            to.push(t, extra if to.extra else None)
-            for to, t, extra in zip(self._passages, parts[:3], parts[4:], strict=True)
-        )
-        return q, k, v
-
+    @torch.no_grad()
     def pull(self, y: Tensor) -> Tensor:
         """The cotangents of all coordinates under y, side by side, (batch, N, m).
 
@@ -312,6 +311,7 @@ class HeadOperator(TensorOperator):
         extra = torch.einsum("bnr,bnre->bne", x, self._along)
         return self.push([*z, *extra.split(self.sizes[4:], -1)])
 
+    @torch.no_grad()
     def vjp(self, y: Tensor) -> Tensor:
         q, k, v, *extra = self._pulled(y)
         to_q, to_k, to_v, *to_gate = (part.mT.expand(len(y), -1, -1) for part in self.triangle)
@@ -417,11 +417,10 @@ class HeadJacobian(InParts, HeadOperator):
     def _groups(self) -> Iterable[Group] | None:
         if self.blocks is None or torch.is_grad_enabled():
             return None
-        return [(slice(None), self.tokens, self._shared)]
+        return [(slice(None), self._shared)]
 
     def _beside(self, y: Tensor) -> Tensor:
-        whole = self._groups() is None and self.q.shape == self.k.shape
-        if not whole or torch.is_grad_enabled():
+        if self._groups() is not None:
             return super()._beside(y)
         d_v = self.sizes[2]
         shift = torch.bmm(y.reshape(-1, 1, d_v), self.o.reshape(-1, d_v, 1)).view(*y.shape[:2], 1)
@@ -434,8 +433,7 @@ class HeadJacobian(InParts, HeadOperator):
         return found.mT
 
     def _cotangents(self, y: Tensor) -> tuple[Tensor, ...]:
-        together = not torch.is_grad_enabled() and self.q.shape == self.k.shape
-        if together or self._groups() is not None:
+        if self.q.shape == self.k.shape:
             return super()._cotangents(y)
         g = self.t * (y @ self.v.mT - (y * self.o).sum(-1, keepdim=True))
         return narrow(g, self.k), narrow(g.mT, self.q), narrow(self.p.mT, y)
@@ -446,16 +444,16 @@ class HeadJacobian(InParts, HeadOperator):
         z_q, z_k, z_v = arriving
         s = torch.bmm(z_q, self.k.mT).baddbmm_(self.q, z_k.mT)
         t = self.t * s if torch.is_grad_enabled() else s.mul_(self.t)
-        # at a one-hot row the difference is exactly zero, which a fused multiply-add would spoil
-        out = self._times(t, self.v)
-        out -= t.sum(-1, keepdim=True) * self.o
+        mean = t.sum(-1, keepdim=True) * self.o
+        # at a one-hot row the difference is exactly zero, which a fused multiply-add would spoil:
+        # products of float64 may begin with what they are added to
         if self.dtype == torch.float64:
-            return out.mT.baddbmm_(z_v.mT, self.p.mT).mT
-        return out.baddbmm_(self.p, z_v)
+            return (narrow(t, self.v) - mean).mT.baddbmm_(z_v.mT, self.p.mT).mT
+        return torch.baddbmm(mean, t, self.v, beta=-1).baddbmm_(self.p, z_v)
 
-    def single(self) -> Self | None:
-        other = super().single()
-        return other._with(t=other.p) if other is not None and self.t is self.p else other
+    def to(self, dtype: torch.dtype) -> Self:
+        other = super().to(dtype)
+        return other._with(t=other.p) if self.t is self.p else other
 
     def column_sums(self) -> Tensor:
         return self.p.sum(1)
@@ -495,17 +493,3 @@ class HeadJacobian(InParts, HeadOperator):
                 f"samples and {heads} heads, counted from 0"
             )
         return self._unreduced().to_scipy(place)
-
-    def dense(self) -> Tensor:
-        """The matrices, block by block for plain attention: Lemma 1 (docs/theory/jacobian.md)."""
-        if not self.plain:
-            return JacobianOperator.dense(self)
-        r_q, r_k, r_v = self.rows.coordinates[self.head].split(self.sizes[:3], -1)
-        centred = self.v[:, None] - self.o[:, :, None]  # (batch, i, j, d_v)
-        weighted = self.p[..., None] * centred
-        blocks = torch.einsum("bija,bim->biajm", weighted, self.q @ r_k.mT)
-        blocks = blocks + torch.einsum("bij,bma->biajm", self.p, r_v)
-        own = torch.einsum("bija,bjc,bmc->biam", weighted, self.k, r_q)
-        i = torch.arange(self.out_shape[0], device=self.device)
-        blocks[:, i, :, i] += own.transpose(0, 1)
-        return blocks.reshape(self.batch, math.prod(self.out_shape), math.prod(self.in_shape))

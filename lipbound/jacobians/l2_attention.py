@@ -58,9 +58,6 @@ class L2HeadJacobian(InParts):
     def vjp(self, y: Tensor) -> Tensor:
         return self._pull(y) @ self.r.mT
 
-    def product(self, y: Tensor) -> Tensor:
-        return self.jvp(self.vjp(y))
-
     def _push(self, z: Tensor) -> Tensor:
         """The output perturbation under perturbations z of the projections."""
         dq, dv = z.split(self.sizes, -1)

@@ -14,7 +14,6 @@ from lipbound.attention.layer_norm import Normaliser
 from lipbound.attention.variants.base import Side
 from lipbound.errors import AttentionError, LipboundError, choice
 from lipbound.jacobians.head import HeadOperator
-from lipbound.jacobians.streaming import head_jacobian
 from lipbound.linalg.operators import PerEntry, TensorOperator
 from lipbound.schema import INPUT, KEYS, QUERIES, VALUES, WRT
 
@@ -116,6 +115,7 @@ class LayerJacobian(TensorOperator):
 
     Args:
         att: the layer.
+        heads: its heads' Jacobians.
         map: of `WHOLE`.
 
     Raises:
@@ -133,7 +133,7 @@ class LayerJacobian(TensorOperator):
     real: PerEntry[Tensor | None]
     """(samples, N, 1), 0 for padding, or None."""
 
-    def __init__(self, att: Attention, map: str):
+    def __init__(self, att: Attention, heads: HeadOperator, map: str):
         self.residual = map in BLOCKS
         if self.residual:
             check_block(att, map)
@@ -141,7 +141,7 @@ class LayerJacobian(TensorOperator):
         self.before, self.after = (norm, None) if map == "pre_norm" else (None, norm)
         valid = att.valid if self.residual else None
         self.real = None if valid is None else valid[..., None].to(att.dtype)
-        self.heads, self.count = head_jacobian(att), att.heads
+        self.heads, self.count = heads, att.heads
         self.w_o = None if map == "heads" else att.output_projection("layer", "heads")
         self.batch, self.dtype, self.device = att.samples, att.dtype, att.device
         self.in_shape = (att.tokens, att.x.shape[2])

@@ -16,6 +16,7 @@ from lipbound.attention.variants.base import SIDES, UNIT, Side, TokenMap
 from lipbound.attention.variants.other_stream import FixedStep
 from lipbound.jacobians.head import HeadOperator
 from lipbound.jacobians.row_space import RowSpace
+from lipbound.linalg.matrix_norms import matrix_norm, power_of_two
 from lipbound.linalg.operators import Roundoff
 from lipbound.linalg.solution import Norm, solved, widened
 
@@ -44,10 +45,32 @@ class OneSide:
     pair: tuple[Tensor, Tensor] | None = None
 
     @staticmethod
-    def of_values(w: Tensor) -> "OneSide":
-        """Return values that are averaged and multiplied by w (heads, n, d_v), as one column."""
-        u, s, v = torch.linalg.svd(w, full_matrices=False)
-        return OneSide("v", s[:, :1, None], (u[..., 0], v[:, 0]))
+    def by_itself(att: Attention, side: Side) -> "OneSide":
+        """Return a side of a layer as it moves by itself."""
+        width = att.d_v if side == "v" else att.d
+        eye = torch.eye(width, dtype=att.dtype, device=att.device)
+        return OneSide(side, eye.expand(att.heads, -1, -1))
+
+    @staticmethod
+    def of_values(att: Attention, basis: Tensor | None) -> "tuple[OneSide, Tensor]":
+        """Return values as they move, as one column unless they are gated.
+
+        Through an output projection, as its slices and their ``basis`` (heads, D_out, r), if there
+        is one. Outputs are linear in values, whatever the units of these.
+
+        Returns:
+            The side, and the exponents of the powers of two that norms are to be multiplied with,
+            (heads,) on the CPU.
+        """
+        alone = OneSide.by_itself(att, "v")
+        if att.gate is not None:
+            return alone, torch.zeros(att.heads, dtype=torch.long)
+        w = alone.through if basis is None or att.w_o is None else att.w_o @ basis
+        unit = power_of_two(w.abs().amax((-1, -2)))
+        w = (w / unit[:, None, None]).to(att.dtype)
+        u, s, v = (t.to(w) for t in torch.linalg.svd(w.cpu(), full_matrices=False))
+        alone = OneSide("v", s[:, :1, None], (u[..., 0], v[:, 0]))
+        return alone, unit.log2().round().long().cpu()
 
     def operator(self, op: HeadOperator, att: Attention) -> HeadOperator:
         """Return a Jacobian with respect to X as that with respect to the side.
@@ -97,8 +120,9 @@ class OneSide:
 def own_block_norms(op: HeadOperator, roundoff: Roundoff, *, tol: float, vectors: bool) -> Norm:
     """Return the norms of block diagonal Jacobians, both ends proved, (batch,).
 
-    Each is the largest norm of its blocks, d_v x D for every token, which are decomposed one by
-    one: deterministic, and no search. Lemma 17 (docs/theory/bounds.md).
+    Each is the largest norm of its blocks, d_v x D for every token: deterministic, and no search.
+    The one with the largest upper value is decomposed, and no other is above its own. Lemma 17
+    (docs/theory/bounds.md).
 
     Args:
         op: float64, of heads whose keys and values do not follow the inputs.
@@ -116,13 +140,13 @@ def own_block_norms(op: HeadOperator, roundoff: Roundoff, *, tol: float, vectors
     # one row of every token's block from one product
     rows = [op.vjp(e.expand(op.batch, n, d_v).contiguous()) for e in eye]
     blocks = torch.stack(rows, 2)  # (batch, N, d_v, m)
-    top, place = torch.linalg.matrix_norm(blocks, 2).max(-1)
-    left = None
-    if vectors:
-        at = torch.arange(op.batch, device=op.device), place
-        left = torch.zeros(op.batch, n, d_v, dtype=op.dtype, device=op.device)
-        left[at] = torch.linalg.svd(blocks[at], full_matrices=False).U[..., 0]
-    value, rounding = top.cpu(), 8 * (d_v + blocks.shape[-1]) * torch.finfo(op.dtype).eps
-    low, high = value * (1 - rounding), value * (1 + rounding)
-    norm = solved(op, low, upper=high, steps=d_v, left=left)
+    upper = matrix_norm(blocks)
+    at = torch.arange(op.batch, device=op.device), upper.argmax(-1)
+    u, s, _ = torch.linalg.svd(blocks[at].cpu(), full_matrices=False)
+    left = torch.zeros(op.batch, n, d_v, dtype=op.dtype, device=op.device)
+    left[at] = u[..., 0].to(left)
+    upper[at] = 0.0  # what is left are the others
+    value, rounding = s[:, 0], 8 * (d_v + blocks.shape[-1]) * torch.finfo(op.dtype).eps
+    high = torch.maximum(value * (1 + rounding), upper.amax(-1).cpu())
+    norm = solved(op, value * (1 - rounding), upper=high, steps=d_v, left=left if vectors else None)
     return widened(norm, roundoff.tensors + d_v**0.5 * roundoff.products, tol)

@@ -23,6 +23,7 @@ from lipbound.linalg.matrix_norms import UNIT
 from lipbound.linalg.operators import Roundoff
 
 
+@memoised
 def tensor_error(att: Attention) -> Tensor:
     r"""Upper values of :math:`\|J - \hat J\|`, (samples, heads), float64.
 
@@ -30,11 +31,7 @@ def tensor_error(att: Attention) -> Tensor:
     so large that P cannot be known, what holds for any P; infinite where tensors overflow, or a
     variant does not say what rounding does to its scores. float32 numbers count as they are.
     """
-    return _tensor_error(att.double())
-
-
-@memoised
-def _tensor_error(att: Attention) -> Tensor:
+    att = att.double()
     return roundoff(att, head_jacobian(att)).tensors.view(att.samples, att.heads)
 
 

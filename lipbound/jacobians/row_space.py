@@ -5,16 +5,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-
-def distinct(spans: list[Tensor]) -> list[Tensor]:
-    """Return projections without those that are there already."""
-    found: list[Tensor] = []
-    for span in spans:
-        if not any(span.shape == t.shape and torch.equal(span, t) for t in found):
-            found.append(span)
-    return found
-
-
 IN_CACHE = 12
 """Entries whose lengths a CPU takes at a time, in its cache."""
 
@@ -74,6 +64,7 @@ class RowSpace:
     Attributes:
         everything: all D coordinates are taken as they are, which needs no decomposition: where
             few products follow, or spans leave less than half of them out.
+        width: number of coordinates m'.
     """
 
     def __init__(
@@ -88,6 +79,7 @@ class RowSpace:
         self._w, self._spans, self._dtype, self._source = w, spans, dtype, source
         width = w.shape[2] + sum(span.shape[1] for span in spans)
         self.everything = everything or (bool(spans) and 2 * width >= w.shape[1])
+        self.width = w.shape[1] if self.everything else min(w.shape[1], width)
 
     def _whole(self) -> Tensor:
         """Projections w with the spans beside them, float64."""
@@ -99,7 +91,7 @@ class RowSpace:
     def _both(self) -> tuple[Tensor, Tensor, Tensor]:
         """Float64 u, all of u^T w, and `_skew` of u, which Cholesky gives where that is small.
 
-        A QR decomposition takes longer, many times as long on a GPU.
+        A QR decomposition takes longer, and is left to the CPU.
         """
         if self._source is not None:
             return self._source._both
@@ -108,7 +100,7 @@ class RowSpace:
         u = torch.linalg.solve_triangular(lower, w.mT, upper=False).mT
         if bool(((failed == 0) & ((skew := _skew(u)) <= SKEW)).all()):
             return u, lower.mT, skew
-        u, r = torch.linalg.qr(w)
+        u, r = (t.to(w.device) for t in torch.linalg.qr(w.cpu()))
         return u, r, _skew(u)
 
     @property
@@ -146,10 +138,6 @@ class RowSpace:
         off = torch.linalg.vector_norm(torch.baddbmm(w, u, r, alpha=-1), dim=1) / size
         columns = torch.linalg.vector_norm(off, dim=-1) + length * w.shape[2] ** 0.5
         return (skew + length * long + 4 * columns).amax()
-
-    def double(self) -> "RowSpace":
-        """The same in float64."""
-        return self.to(torch.float64)
 
     def to(self, dtype: torch.dtype) -> "RowSpace":
         """The same in another dtype."""

@@ -1,28 +1,32 @@
 """Exact local Lipschitz constants: spectral norms of Jacobians of heads, or of whole layers."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.module_attention import ModuleAttention
 from lipbound.attention.rescaling import unit_values
 from lipbound.devices import in_own_modes
-from lipbound.errors import LipboundError, check_layer, choice, flag, real, whole
+from lipbound.errors import check_layer, choice, flag
 from lipbound.jacobians.automatic import AutomaticJacobian
 from lipbound.jacobians.head import HeadOperator
+from lipbound.jacobians.in_range import in_range
 from lipbound.jacobians.l2_attention import L2HeadJacobian
 from lipbound.jacobians.maps import MAPS, WHOLE, check_wrt
 from lipbound.jacobians.one_side import own_block_norms
-from lipbound.jacobians.prepared_map import PreparedMap
 from lipbound.jacobians.streaming import by_rows_if_full
 from lipbound.linalg.enclose import SEEN, Problem, enclose, estimate
-from lipbound.linalg.matrix_norms import times_power, times_power_up
-from lipbound.linalg.operator_norm import DEFAULT_STEPS, METHODS, dense_svd, operator_norm
+from lipbound.linalg.operator_norm import (
+    DEFAULT_STEPS,
+    check_search,
+    dense_svd,
+    operator_norm,
+    power_iteration,
+)
 from lipbound.linalg.operators import Roundoff
 from lipbound.linalg.solution import Norm, sample_seeds, seeds_each, widened
 from lipbound.schema import INPUT
@@ -108,86 +112,49 @@ def spectral_norm(
     True
     """
     choice("map", map, MAPS)
-    choice("method", method, METHODS)
-    side = check_wrt(wrt, map)
-    if not isinstance(att, ModuleAttention):
-        check_layer(att, "spectral_norm")
-    elif side is not None:
-        raise LipboundError(
-            f"a layer without closed form has no norm with wrt={wrt!r}; use a layer in closed form"
-        )
-    tol = real("tol", tol, "a number >= 0", above=math.nextafter(0, -1))
-    if delta is not None:
-        real("delta", delta, "between 0 and 1, a probability of failure", above=0, below=1)
-    seeds, vectors = sample_seeds(att.samples, seed), flag("vectors", vectors)
-    max_steps = None if max_steps is None else whole("max_steps", max_steps, least=1)
-    search = partial(operator_norm, method=method, tol=tol, delta=delta, seed=seeds)
+    tol, steps = check_search(method, tol, delta, max_steps)
+    side, vectors = check_wrt(wrt, map), flag("vectors", vectors)
+    if side is not None or not isinstance(att, ModuleAttention):
+        check_layer(att, "spectral_norm" if side is None else f"wrt={wrt!r}")
+    seeds = sample_seeds(att.samples, seed)
     if isinstance(att, ModuleAttention):
-        norm = search(AutomaticJacobian(att, map), vectors=vectors, max_steps=max_steps)
+        options: dict[str, Any] = {"delta": delta, "vectors": vectors, "max_steps": max_steps}
+        op = AutomaticJacobian(att, map)
+        norm = operator_norm(op, method=method, tol=tol, seed=seeds, **options)
         return norm if map in WHOLE else norm.view(att.samples, att.heads)
-    if method == "power":  # on J itself, in its dtype: what its absolute stopping rule must see
-        plain = PreparedMap(att, map, as_given=True, side=side)
-        return shaped(att, search(plain.op, vectors=vectors, max_steps=max_steps), plain)
-    steps = DEFAULT_STEPS["lanczos"] if max_steps is None else max_steps
-    narrow = delta is None and method != "dense" and att.dtype == torch.float32 and tol >= SEEN
-    prepared = partial(PreparedMap, map=map, estimate=narrow, side=side)
+    narrow = delta is None and method == "lanczos" and att.dtype == torch.float32 and tol >= SEEN
 
     def measure() -> Norm:
-        wide = prepared(att.double())
-        if isinstance(wide.op, HeadOperator) and _own_blocks(wide):
-            norm = own_block_norms(wide.op, wide.roundoff, tol=tol, vectors=vectors)
+        # in range, the operator, an allowance for its rounding, and the search
+        wide = in_range(att if method == "power" else att.double(), map, side)
+        op = wide.jacobian(estimate=narrow)
+        allowance, search = cache(partial(wide.allowance, op)), op
+        if narrow:  # products in float32, where heads of float64 have them
+            heads = op.single() if isinstance(op, HeadOperator) else None
+            search = heads or in_range(att, map, side).jacobian(estimate=True)
+        if method == "power":  # on J in its dtype, by changes in the units of the layer
+            least = tol * 0.5 ** wide.exponents.double()
+            per = least.repeat(op.batch // len(least))
+            norm = power_iteration(op, tol=per, max_steps=steps, seed=seeds, vectors=vectors)
+        elif isinstance(op, HeadOperator) and wide.follows_own_tokens:
+            norm = own_block_norms(op, allowance(), tol=tol, vectors=vectors)
         elif method == "dense":
-            by = wide.roundoff.tensors + wide.roundoff.products
-            norm = widened(dense_svd(wide.op, vectors=vectors), by, tol)
+            by = allowance().tensors + allowance().products
+            norm = widened(dense_svd(op, vectors=vectors), by, tol)
         else:
-            op = wide.op
-            if narrow:  # products in float32, where heads of float64 have them
-                op = (isinstance(op, HeadOperator) and op.single()) or prepared(att).op
-            each = seeds_each(wide.op.batch, seeds)
-            problem = Problem(wide.op, lambda: wide.roundoff, op, tol, steps, each)
-            with torch.no_grad():
-                if delta is None:
-                    norm = estimate(problem, vectors=vectors)
-                else:
-                    norm = enclose(problem, delta / wide.op.batch, vectors=vectors)
-        noise = wide.roundoff.tensors + wide.roundoff.products
-        return shaped(att, replace(norm, limited=~(4 * noise <= tol * norm.lower)), wide)
+            each = seeds_each(op.batch, seeds)
+            problem = Problem(op, allowance, search, tol, steps, each)
+            if delta is None:
+                norm = estimate(problem, vectors=vectors)
+            else:
+                norm = enclose(problem, delta, vectors=vectors)
+        if method != "power":
+            noise = allowance().tensors + allowance().products
+            ended = ~norm.converged & (norm.steps < steps)  # by rounding, with steps left
+            norm = replace(norm, limited=ended | ~(4 * noise <= tol * norm.lower))
+        return wide.brought_back(norm, op, att.dtype)
 
     return by_rows_if_full(att, measure)
-
-
-def _own_blocks(wide: PreparedMap) -> bool:
-    """Return whether every output follows its own token alone: where queries alone move."""
-    if wide.alone is not None:
-        return wide.alone.side == "q"
-    return not wide.attention.values_move
-
-
-def shaped(att: Attention, norm: Norm, measured: PreparedMap) -> Norm:
-    """Norms and vectors as they are returned, in the units and coordinates of the layer.
-
-    (samples, heads), or (samples,).
-    """
-    op, basis, exponents = measured.op, measured.basis, measured.exponents
-    if measured.map in WHOLE:
-        return _cast(_scale(norm, exponents[0]), att.dtype)
-    norm = _scale(norm.view(att.samples, att.heads), exponents)
-    if norm.left is None or norm.right is None:
-        return norm
-    assert isinstance(op, HeadOperator)
-    left = norm.left.view(att.samples, att.heads, *op.out_shape)
-    right = op.lift(norm.right).view(att.samples, att.heads, op.in_shape[0], -1)
-    if measured.alone is not None:
-        left, right = measured.alone.lifted(left, right)
-    if basis is not None:
-        left = left @ basis.mT
-    return _cast(replace(norm, left=left, right=right), att.dtype)
-
-
-def _cast(norm: Norm, dtype: torch.dtype) -> Norm:
-    """The same norms with singular vectors in a dtype."""
-    left, right = (None if t is None else t.to(dtype) for t in (norm.left, norm.right))
-    return replace(norm, left=left, right=right)
 
 
 @in_own_modes
@@ -199,21 +166,13 @@ def l2_spectral_norm(att: Attention, *, tol: float = 1e-4, seed: int | Sequence[
     checkpoint. The search is in the dtype of ``att``, in float64 for a ``tol`` below 4e-6; the
     value is a quotient in float64, without enclosure: rounding is not counted.
     """
-    scaled, unit = unit_values(att.double())
-    op = L2HeadJacobian(scaled)
+    wide, exponents = unit_values(att.double())
+    op = L2HeadJacobian(wide)
     narrow = att.dtype == torch.float32 and tol >= SEEN
-    search = L2HeadJacobian(unit_values(att)[0]) if narrow else op
+    search = op.to(torch.float32) if narrow else op
     nothing = torch.zeros(op.batch, dtype=torch.float64)
     steps, seeds = DEFAULT_STEPS["lanczos"], sample_seeds(att.samples, seed)
     rounding = partial(Roundoff, nothing, nothing, nothing)
     problem = Problem(op, rounding, search, tol, steps, seeds_each(op.batch, seeds))
     norm = estimate(problem)
-    return _scale(norm.view(att.samples, att.heads), unit.log2().round().long())
-
-
-def _scale(norm: Norm, exponents: Tensor) -> Norm:
-    """Ends times powers of two, rounded outwards; they are not close where that rounds."""
-    lower, upper = times_power(norm.lower, exponents), times_power_up(norm.upper, exponents)
-    lost = (lower < 1e-300) & (norm.lower > 0)
-    lower, error = torch.where(lost, 0.0, lower), torch.where(lost, math.inf, norm.error)
-    return replace(norm, lower=lower, upper=upper, error=error, converged=norm.converged & ~lost)
+    return norm.view(att.samples, att.heads).times_power(exponents)

@@ -15,14 +15,15 @@ from lipbound.devices import in_own_modes
 from lipbound.errors import TooLargeError, check_layer, choice, real, whole
 from lipbound.jacobians.automatic import AutomaticJacobian
 from lipbound.jacobians.head import HeadOperator
+from lipbound.jacobians.in_range import in_range
 from lipbound.jacobians.maps import WHOLE
-from lipbound.jacobians.prepared_map import PreparedMap
+from lipbound.jacobians.token_norms.blocks import LayerTensors
 from lipbound.jacobians.token_norms.token_norm import TOKEN_MAPS, beside, chunks, pieces, tensors_of
-from lipbound.linalg.matrix_norms import UNIT, times_power
-from lipbound.linalg.operators import JacobianOperator, Product, Transposed
+from lipbound.linalg.matrix_norms import UNIT, decomposed, times_power
+from lipbound.linalg.operators import JacobianOperator, Product, Roundoff, Transposed
 from lipbound.linalg.solution import normal_numbers, seeds_each
 
-Measure = Callable[[JacobianOperator, PreparedMap | None], Tensor]
+Measure = Callable[[JacobianOperator, Roundoff, LayerTensors | None], Tensor]
 ACCURACY = 1e-5
 """Relative error beyond which a Frobenius norm is not known."""
 RESOLVED = 0.01
@@ -95,7 +96,9 @@ def _each_piece(att: Attention | ModuleAttention, map: str, what: str, measure: 
     """Measure a layer part by part: one sample, and as many heads as fit."""
     choice("map", map, TOKEN_MAPS)
     if isinstance(att, ModuleAttention):
-        found = measure(AutomaticJacobian(att, map), None).cpu()
+        every = AutomaticJacobian(att, map)
+        nothing = torch.zeros(every.batch, dtype=torch.float64)
+        found = measure(every, Roundoff(nothing, nothing, nothing), None).cpu()
         return found if map in WHOLE else found.view(att.samples, att.heads)
     check_layer(att, what)
     values = []
@@ -103,52 +106,46 @@ def _each_piece(att: Attention | ModuleAttention, map: str, what: str, measure: 
         one = part.double()
         if measure is _condition and (one.valid_rows is not None or one.valid_keys is not None):
             one = one.unpadded(0)  # padding would be singular values of zero
-        measured = PreparedMap(one, map)
-        value = measure(measured.op, measured).cpu()
-        exponents = measured.exponents[:1] if map in WHOLE else measured.exponents
-        value = times_power(value, exponents) if measure is _frobenius else value
+        wide = in_range(one, map)
+        op, by_blocks = wide.jacobian(), wide.layer.variants <= set(WITH_TOKEN_NORMS)
+        parts = tensors_of(wide, op) if measure is _frobenius and by_blocks else None
+        value = measure(op, wide.allowance(op), parts).cpu()
+        value = times_power(value, wide.exponents) if measure is _frobenius else value
         values.append(value if map in WHOLE else value[None])
     return beside(values, att.samples, map, lambda several, dim: torch.cat(list(several), dim))
 
 
-def _frobenius(op: JacobianOperator, measured: PreparedMap | None) -> Tensor:
-    """Norms of a batch, (batch,)."""
-    if measured is None:
-        return _squares(op).sqrt()
-    if measured.attention.variants <= set(WITH_TOKEN_NORMS):
-        parts, squares, off = tensors_of(measured), [], []
-        for maps, rows in chunks(parts):
-            found = [parts.of_maps(maps).squares(r, columns=False) for r in rows]
+def _frobenius(op: JacobianOperator, roundoff: Roundoff, parts: LayerTensors | None) -> Tensor:
+    """Norms of a batch, (batch,), from its blocks or row by row."""
+    if parts is None:
+        rows = _rows(op, "frobenius_norm")
+        total = torch.stack([row.square().sum(1) for row in rows]).sum(0)
+        products = roundoff.products.to(total.device)
+        error = 2 * total.sqrt() * products * math.prod(op.out_shape) ** 0.5
+    else:
+        squares, off = [], []
+        for maps, tokens in chunks(parts):
+            found = [parts.of_maps(maps).squares(t, columns=False) for t in tokens]
             traces = [g.diagonal(dim1=-2, dim2=-1).sum((1, 2)) for g, _ in found]
             squares.append(torch.stack(traces).sum(0))
             off.append(torch.stack([slack.sum(1) for _, slack in found]).sum(0))
         total, error = torch.cat(squares), torch.cat(off)
-    else:
-        total = _squares(op)
-        products = measured.roundoff.products.to(total.device)
-        error = 2 * total.sqrt() * products * math.prod(op.out_shape) ** 0.5
     norm = total.clamp_min(0).sqrt()
     # its allowance is of blocks' Frobenius norms: N rows of them have a root of N times that
-    moved = measured.roundoff.tensors.to(norm.device) * op.out_shape[0] ** 0.5
+    moved = roundoff.tensors.to(norm.device) * op.out_shape[0] ** 0.5
     known = (error <= ACCURACY * total) & (moved <= ACCURACY / 2 * norm)
     return torch.where(known | (total == 0) & (moved == 0), norm, torch.nan)
 
 
-def _condition(op: JacobianOperator, measured: PreparedMap | None) -> Tensor:
+def _condition(op: JacobianOperator, roundoff: Roundoff, _: LayerTensors | None) -> Tensor:
     """Condition numbers of a batch, (batch,)."""
-    rows = torch.stack(list(_rows(op, "condition_number")), 1)
+    rows = torch.stack(list(_rows(op, "condition_number")), 1).cpu()
     s = torch.linalg.svdvals(rows)
     largest, smallest = s[:, 0], s[:, -1]
     error = 8 * sum(rows.shape[1:]) * UNIT * largest
-    if measured is not None:
-        tensors, products, _ = (t.to(s.device) for t in measured.roundoff)
-        error = error + tensors + products * rows.shape[1] ** 0.5  # of the matrix of all rows
+    # the latter of the matrix of all rows
+    error = error + roundoff.tensors + roundoff.products * rows.shape[1] ** 0.5
     return torch.where(smallest * RESOLVED > error, largest / smallest, torch.inf)
-
-
-def _squares(op: JacobianOperator) -> Tensor:
-    """Squared Frobenius norms of a batch, (batch,)."""
-    return torch.stack([row.square().sum(1) for row in _rows(op, "frobenius_norm")]).sum(0)
 
 
 def _rows(op: JacobianOperator, what: str) -> Iterator[Tensor]:
@@ -248,12 +245,12 @@ def singular_values(
 
 def _of_piece(att: Attention, map: str, search: Callable[..., SingularValues]) -> SingularValues:
     """Measure one sample, in the units and coordinates of the layer."""
-    wide = PreparedMap(att.double(), map)
-    found = search(wide.op, torch.stack([wide.roundoff.tensors, wide.roundoff.products]))
-    powers = (wide.exponents[:1] if map in WHOLE else wide.exponents)[:, None]
+    wide = in_range(att.double(), map)
+    op, powers = wide.jacobian(), wide.exponents[:, None]
+    found = search(op, torch.stack(wide.allowance(op)[:2]))
     numbers, left, right = [times_power(t, powers) for t in found[:3]], found.left, found.right
-    if isinstance(wide.op, HeadOperator):
-        right = torch.stack([wide.op.lift(one) for one in right.unbind(1)], 1)
+    if isinstance(op, HeadOperator):
+        right = torch.stack([op.lift(one) for one in right.unbind(1)], 1)
     left = left if wide.basis is None else left @ wide.basis.mT[:, None]
     whole = [*numbers, *found[3:5], left.to(att.dtype), right.to(att.dtype)]
     return SingularValues(*(whole if map in WHOLE else (t[None] for t in whole)))
@@ -271,14 +268,14 @@ def _search(
     for _ in range(steps):
         for _again in range(3):  # what is new may be rounding alone, and is then any direction
             block = block - (block @ basis.mT) @ basis
-            block = torch.linalg.qr(block.mT).Q.mT
+            block = torch.linalg.qr(block.mT.cpu()).Q.mT.to(op.device)
         basis = torch.cat([basis, block], 1)
         image = _each(op.gram, block, op.out_shape)
         along, new = basis @ image.mT, block.shape[1]
         inner = torch.nn.functional.pad(inner, (0, new, 0, new))
         inner[:, :, -new:] = along
         inner[:, -new:] = along.mT
-        squares, vectors = torch.linalg.eigh(inner)
+        squares, vectors = decomposed(inner)
         top, sizes = vectors[..., -count:], squares[:, -count:].clamp_min(0).sqrt()
         beyond, least = image - along.mT @ basis, tol * sizes[:, -1:]
         off = torch.linalg.vector_norm(top[:, -new:].mT @ beyond, dim=-1)
@@ -296,7 +293,7 @@ def _each(product: Product, vectors: Tensor, shape: tuple[int, ...]) -> Tensor:
 def _ritz(op: JacobianOperator, u: Tensor, noise: Tensor, k: int, tol: float) -> SingularValues:
     """Return the Ritz values in the space of orthonormal u (batch, c, n), and how sure they are."""
     (tensors, products), count, image = noise, u.shape[1], _each(op.vjp, u, op.out_shape)
-    turn, values, right = torch.linalg.svd(image, full_matrices=False)
+    turn, values, right = (t.to(u) for t in torch.linalg.svd(image.cpu(), full_matrices=False))
     left = turn.mT @ u
     off = _each(op.jvp, right, op.in_shape) - values[..., None] * left
     eye = torch.eye(count, dtype=u.dtype, device=u.device)

@@ -59,36 +59,35 @@ def head_jacobian(att: Attention) -> HeadOperator:
 
     Cross-attention is always the former.
     """
-    if "cross" in att.variants:
-        return HeadJacobian(att)
-    needed = att.samples * att.heads * att.tokens**2 * SCORE_BYTES
-    if needed > whole_bytes(att.device) or BY_ROWS.get():
+    if "cross" not in att.variants and (_too_large(att) or _mostly_masked(att)):
         return StreamedHeadJacobian(att)
-    if att.device.type != "cpu" or att.tokens < LONG or (att.mask is None and att.valid is None):
-        return HeadJacobian(att)
-    few = RowBlocks.of_mask(att, ROWS).share <= FEW
-    return StreamedHeadJacobian(att) if few else HeadJacobian(att)
+    return HeadJacobian(att)
+
+
+def _too_large(att: Attention) -> bool:
+    needed = att.samples * att.heads * att.tokens**2 * SCORE_BYTES
+    return needed > whole_bytes(att.device) or BY_ROWS.get()
+
+
+def _mostly_masked(att: Attention) -> bool:
+    dense = att.mask is None and att.valid is None
+    if dense or att.device.type != "cpu" or att.tokens < LONG:
+        return False
+    return RowBlocks.of_mask(att, ROWS).share <= FEW
 
 
 def whole_bytes(device: torch.device) -> float:
     """`WHOLE_BYTES` of a device."""
-    return _budget(WHOLE_BYTES, device)
-
-
-def _budget(bytes_of: dict[str, float] | dict[str, int], device: torch.device) -> float:
-    return bytes_of.get(device.type, bytes_of["cpu"])
+    return WHOLE_BYTES.get(device.type, WHOLE_BYTES["cpu"])
 
 
 def _blocks(att: Attention) -> RowBlocks:
     """Blocks of as many rows as memory allows, no more than products need where a mask forbids."""
-    most = _budget(STREAMED_BYTES, att.device) // 8
+    most = STREAMED_BYTES.get(att.device.type, STREAMED_BYTES["cpu"]) // 8
+    rows = widest = att.tokens
     if att.device.type == "cpu" and not (att.mask is None and att.valid is None):
-        blocks = RowBlocks.of_mask(att, ROWS)
-        most = min(most, ROWS * max(1, blocks.widest))
-        if most == ROWS * blocks.widest:
-            return blocks
-        return RowBlocks.of_mask(att, max(1, int(most // blocks.widest)))
-    return RowBlocks.of_mask(att, max(1, min(att.tokens, int(most // att.tokens))))
+        rows, widest = ROWS, max(1, RowBlocks.of_mask(att, ROWS).widest)
+    return RowBlocks.of_mask(att, max(1, min(rows, most // widest)))
 
 
 @dataclass(frozen=True)
@@ -105,10 +104,6 @@ class Kept:
     def to(self, dtype: torch.dtype) -> "Kept":
         """The same in another dtype."""
         return Kept([[block.to(dtype) for block in entry] for entry in self.entries])
-
-    def double(self) -> "Kept":
-        """The same in float64."""
-        return self.to(torch.float64)
 
 
 @dataclass(init=False, eq=False, repr=False)
@@ -172,10 +167,6 @@ class StreamedHeadJacobian(HeadOperator):
                 found.append(RowBlock(rows, keys, p, self._weights(b, rows, keys, p)))
         return found
 
-    def _place(self, b: int) -> tuple[int, int]:
-        """Sample and head of an entry."""
-        return divmod(int(self.entry[b]), self.layer.heads)
-
     def _scaled(self, b: int, rows: slice, keys: slice) -> Tensor:
         """Products scale q k^T for some queries and keys of an entry, (rows, keys), float64."""
         q, k = self.wide_q[b, rows], self.wide_k[b, keys]
@@ -184,7 +175,7 @@ class StreamedHeadJacobian(HeadOperator):
 
     def _scores(self, b: int, rows: slice, keys: slice) -> Tensor:
         """Masked float64 scores of some queries of an entry, (rows, keys)."""
-        s, h = self._place(b)
+        s, h = divmod(int(self.entry[b]), self.layer.heads)
         scores = self.layer.capped(self._scaled(b, rows, keys))
         mask = self.layer.mask_part(s, h, rows, keys)
         if mask is not None:
@@ -217,17 +208,12 @@ class StreamedHeadJacobian(HeadOperator):
 
     def _groups(self) -> Iterator[Group]:
         for b in range(self.batch):
-            one = slice(b, b + 1)
             blocks = (RowBlock(rows, keys, p[None], t[None]) for rows, keys, p, t in self._read(b))
-            yield one, self.tokens.select(one), blocks
+            yield slice(b, b + 1), blocks
 
-    def single(self) -> Self | None:
-        other = super().single()
-        if other is None:
-            return None
+    def to(self, dtype: torch.dtype) -> Self:
         wide = {name: getattr(self, name) for name in ("wide_q", "wide_k", "top", "total")}
-        kept = None if self.kept is None else self.kept.to(torch.float32)
-        return other._with(**wide, kept=kept)  # scores stay in float64
+        return super().to(dtype)._with(**wide)  # scores stay in float64
 
     def column_sums(self) -> Tensor:
         out = self.o.new_zeros(self.batch, self.layer.tokens)

@@ -129,7 +129,8 @@ class Certificate:
         total, tail = self._missed(index, part, x)
         with np.errstate(invalid="ignore"):
             noise = np.nan_to_num(total - tail, nan=np.inf)
-            enough = noise[:, None] < 0.9 * self.epsilon
+            # the end of a Krylov space leaves its last vector's share as it is
+            enough = np.where(part.whole, total, noise / 0.9)[:, None] < self.epsilon
             place = np.where(enough.any(1), enough.argmax(1), len(self.epsilon) - 1)
             place = np.maximum(place, np.searchsorted(STARTS, starts))
             hopeless = ~enough.any(1) & (tail < noise / 8)

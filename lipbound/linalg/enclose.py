@@ -85,12 +85,13 @@ class Problem:
         return seeds_each(self.op.batch, self.seeds, *purpose)
 
 
+@torch.no_grad()
 def enclose(problem: Problem, delta: float, *, vectors: bool = False) -> Norm:
-    """Enclose norms of J, rounding included, each but for an event of probability ``delta``.
+    """Enclose norms of J, rounding included, all of them but for an event of probability ``delta``.
 
     Args:
         problem: the norms.
-        delta: failure probability of each enclosure, between 0 and 1.
+        delta: total failure probability of the enclosures, each of which has its part.
         vectors: whether to return top singular vectors.
 
     Returns:
@@ -98,9 +99,9 @@ def enclose(problem: Problem, delta: float, *, vectors: bool = False) -> Norm:
         same. Of a norm whose square leaves the range of float64 nothing is said, or only that it
         is at most a crude bound.
     """
-    op, tol = problem.op, problem.tol
+    op, tol, each = problem.op, problem.tol, delta / problem.op.batch
     start = start_vectors(op, op.out_shape, problem.seeds)
-    found, high, starts, goal = _beyond(problem, delta, start, np.ones(op.batch, dtype=int))
+    found, high, starts, goal = _beyond(problem, each, start, np.ones(op.batch, dtype=int))
     roundoff = problem.roundoff
     faint = (roundoff.size > 0) & (roundoff.size < SMALLEST)
     small = (roundoff.size < SMALL) & (roundoff.size > 0) & ~faint
@@ -118,7 +119,7 @@ def enclose(problem: Problem, delta: float, *, vectors: bool = False) -> Norm:
         there = torch.from_numpy(more)
         part = problem.select(there)
         start = start_vectors(part.op, op.out_shape, part.seeds_for("start", count))
-        again, above, starts[more], _ = _beyond(part, delta, start, starts[more], goal[more])
+        again, above, starts[more], _ = _beyond(part, each, start, starts[more], goal[more])
         high[more] = np.maximum(high[more], above)
         steps[more] += again.recurrence.steps
         better = again.recurrence.top > largest[more]
@@ -180,6 +181,7 @@ def _beyond(
     return runs, certificate.bound(found, starts, goal), starts, goal
 
 
+@torch.no_grad()
 def estimate(problem: Problem, *, vectors: bool = False) -> Norm:
     """Bound norms from below by quotients in float64, less all rounding; without an upper end.
 

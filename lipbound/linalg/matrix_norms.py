@@ -30,10 +30,9 @@ VECTOR_STEPS = 20_000
 """Steps of power iteration for a vector whose derivative is wanted, beyond that size."""
 
 
-def gamma(k: int, dtype: torch.dtype = torch.float64) -> float:
-    """Return Higham's bound on the relative error of k accumulated roundings."""
-    unit = torch.finfo(dtype).eps / 2
-    return k * unit / (1 - k * unit)
+def gamma(k: int) -> float:
+    """Return Higham's bound on the relative error of k accumulated roundings, of float64."""
+    return k * UNIT / (1 - k * UNIT)
 
 
 def exact_power(e: Tensor) -> Tensor:
@@ -319,10 +318,12 @@ def powers(g: Tensor, rounds: int = ROUNDS) -> tuple[Tensor, Tensor]:
 def decomposed(g: Tensor) -> tuple[Tensor, Tensor]:
     """Return eigenvalues of symmetric matrices, ascending, and vectors in columns.
 
-    Where the solver gives up on one of them, bounds that are above all, and unit vectors.
+    Found on the CPU, in one read from other devices, where many of them take far longer. Where the
+    solver gives up on one of them, bounds that are above all, and unit vectors.
     """
     try:
-        return torch.linalg.eigh(g)
+        values, vectors = torch.linalg.eigh(g.cpu())
+        return values.to(g.device), vectors.to(g.device)
     except RuntimeError:  # LinAlgError
         eye = torch.eye(g.shape[-1], dtype=g.dtype, device=g.device)
         return _row_sum_norm(g)[..., None].expand(g.shape[:-1]), eye.expand_as(g)

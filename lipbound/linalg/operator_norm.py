@@ -8,6 +8,7 @@ Power iteration, as papers use it, and the dense decomposition are what it is me
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +32,7 @@ from lipbound.linalg.solution import (
 )
 
 METHODS = ("lanczos", "power", "dense")
-DEFAULT_STEPS = {"lanczos": 500, "power": 100}
+DEFAULT_STEPS = dict(zip(METHODS, (500, 100, 500), strict=True))
 LARGEST_DENSE_SVD = 512
 """Largest output dimension for which a Krylov space that ends before a certificate is reached is
 replaced by a dense decomposition."""
@@ -75,29 +76,42 @@ def operator_norm(
     >>> round(float(operator_norm(op).lower), 6)
     1.0
     """
-    choice("method", method, METHODS)
-    tol = real("tol", tol, "a number >= 0", above=math.nextafter(0, -1))
+    tol, steps = check_search(method, tol, delta, max_steps)
     op = op if has_float64(op.device) else FromCPU(op)
     if method == "dense":
         return dense_svd(op, vectors=vectors)
-    steps = DEFAULT_STEPS[method] if max_steps is None else whole("max_steps", max_steps, least=1)
-    if method == "power" and delta is not None:
+    if method == "power":
+        return power_iteration(op, tol=tol, max_steps=steps, seed=seed, vectors=vectors)
+    if delta is not None and tol <= (rounding := ROUNDING[op.dtype]):
         raise LipboundError(
-            "method 'power' gives no upper bound; use 'lanczos' with delta, or delta=None"
+            f"tol {tol:g} cannot be certified in {str(op.dtype).removeprefix('torch.')}, whose "
+            f"rounding takes {rounding:g}; "
+            f"use {'float64 or ' if op.dtype == torch.float32 else ''}a larger tol"
         )
-    if delta is not None:
-        real("delta", delta, "between 0 and 1, a probability of failure", above=0, below=1)
-        if tol <= (rounding := ROUNDING[op.dtype]):
-            raise LipboundError(
-                f"tol {tol:g} cannot be certified in {str(op.dtype).removeprefix('torch.')}, whose "
-                f"rounding takes {rounding:g}; "
-                f"use {'float64 or ' if op.dtype == torch.float32 else ''}a larger tol"
-            )
     with torch.no_grad():
-        if method == "power":
-            return power_iteration(op, tol=tol, max_steps=steps, seed=seed, vectors=vectors)
         norm, left = lanczos(op, tol=tol, max_steps=steps, seed=seed, delta=delta)
         return with_vectors(norm, op, left) if vectors else norm
+
+
+def check_search(method: str, tol: Any, delta: float | None, max_steps: Any) -> tuple[float, int]:
+    """Check how norms are to be searched, as of `operator_norm`.
+
+    Returns:
+        The tolerance, and how many steps there may be.
+
+    Raises:
+        LipboundError: what makes no sense.
+    """
+    choice("method", method, METHODS)
+    tol = real("tol", tol, "a number >= 0", above=math.nextafter(0, -1))
+    if delta is not None:
+        real("delta", delta, "between 0 and 1, a probability of failure", above=0, below=1)
+        if method == "power":
+            raise LipboundError(
+                "method 'power' gives no upper bound; use 'lanczos' with delta, or delta=None"
+            )
+    most = DEFAULT_STEPS[method] if max_steps is None else max_steps
+    return tol, whole("max_steps", most, least=1)
 
 
 def lanczos(
@@ -193,8 +207,9 @@ def _scaled(op: JacobianOperator, start: Tensor, index: Tensor) -> tuple[InUnits
     return InUnits(op.select(index), unit), unit.cpu()
 
 
+@torch.no_grad()
 def power_iteration(
-    op: JacobianOperator, *, tol: float, max_steps: int, seed: Seed, vectors: bool = False
+    op: JacobianOperator, *, tol: float | Tensor, max_steps: int, seed: Seed, vectors: bool = False
 ) -> Norm:
     r"""Return estimates of norms of J by power iteration on J^T J, as papers on attention do.
 
@@ -202,7 +217,8 @@ def power_iteration(
     :math:`x_{k+1} = J^T J x_k / |J^T J x_k|`, :math:`\mu_k = |J x_k|`; stops when
     :math:`|\mu_{k+1} - \mu_k| <` ``tol``, an *absolute* change, or after ``max_steps``. It
     approaches the norm from below, and the rule depends on the scale of J: the result is a lower
-    estimate without an error (``error`` is NaN); `lanczos` is there for the number itself.
+    estimate without an error (``error`` is NaN); `lanczos` is there for the number itself. ``tol``
+    may be one for each entry, (batch,).
     """
     x = start_vectors(op, op.in_shape, seed).view(-1, *op.in_shape)
     lower, steps = torch.full((op.batch,), math.inf, dtype=torch.float64), torch.zeros(op.batch)

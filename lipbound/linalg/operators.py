@@ -13,10 +13,12 @@ batch axis, with
 so that the solvers of this folder work on any of them.
 """
 
+import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Annotated, Any, NamedTuple, Self
 
 import numpy as np
@@ -109,7 +111,9 @@ class JacobianOperator(ABC):
         return self
 
     def dense(self) -> Tensor:
-        """Return the matrices, (batch, out, in), by one product a column: for small cases."""
+        """Return the matrices, (batch, out, in), one product a row or column: for small cases."""
+        if math.prod(self.out_shape) < math.prod(self.in_shape):
+            return Transposed(self).dense().mT
         return torch.stack(list(self.columns()), -1)
 
     def columns(self) -> Iterator[Tensor]:
@@ -124,17 +128,14 @@ class JacobianOperator(ABC):
         """Return entry ``i`` as a scipy operator (out, in) on flattened vectors, in its dtype."""
         one = self.select(torch.tensor([i], device=self.device))
 
-        def product(f: Product, into: tuple[int, ...]) -> Callable[[np.ndarray], np.ndarray]:
-            def apply(x: np.ndarray) -> np.ndarray:
-                t = torch.from_numpy(np.ascontiguousarray(x)).to(self.device, self.dtype)
-                return f(t.view(1, *into)).reshape(-1).cpu().numpy()
-
-            return apply
+        def applied(product: Product, into: tuple[int, ...], x: np.ndarray) -> np.ndarray:
+            t = torch.from_numpy(np.ascontiguousarray(x)).to(self.device, self.dtype)
+            return product(t.view(1, *into)).reshape(-1).cpu().numpy()
 
         return LinearOperator(
             (math.prod(self.out_shape), math.prod(self.in_shape)),
-            matvec=product(one.jvp, self.in_shape),
-            rmatvec=product(one.vjp, self.out_shape),
+            matvec=partial(applied, one.jvp, self.in_shape),
+            rmatvec=partial(applied, one.vjp, self.out_shape),
             dtype=np.dtype(str(self.dtype).removeprefix("torch.")),
         )
 
@@ -166,7 +167,7 @@ class FromCPU(JacobianOperator):
 _BATCHED = "has the batch axis first"
 PerEntry = Annotated[T, _BATCHED]
 """Type of a field of a `TensorOperator` that has the batch axis first: a tensor, something with a
-method ``select``, or None."""
+method ``select``, and one ``to`` where it has a dtype, or None."""
 
 
 @dataclass(init=False, eq=False, repr=False)
@@ -198,10 +199,14 @@ class TensorOperator(JacobianOperator):
         own = {name: _entries(getattr(self, name), index) for name in names}
         return self._with(batch=count, **own)
 
+    def to(self, dtype: torch.dtype) -> Self:
+        """Return the same maps with products in another dtype."""
+        cast = {f.name: _cast(getattr(self, f.name), dtype) for f in fields(self)}
+        return self._with(**cast | {"dtype": dtype})
+
     def double(self) -> Self:
         """Return the same maps with products in float64."""
-        cast = {f.name: _cast(getattr(self, f.name)) for f in fields(self)}
-        return self._with(**cast | {"dtype": torch.float64})
+        return self.to(torch.float64)
 
 
 def _entries(value: Any, index: Tensor | slice) -> Any:
@@ -210,10 +215,11 @@ def _entries(value: Any, index: Tensor | slice) -> Any:
     return value[index] if isinstance(value, Tensor) else value.select(index)
 
 
-def _cast(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.double() if value.is_floating_point() else value
-    return value.double() if hasattr(value, "double") else value
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if not isinstance(value, Tensor):
+        return value.to(dtype) if hasattr(value, "to") else value
+    whole = not value.is_floating_point()
+    return value if whole else value.to(dtype, memory_format=torch.contiguous_format)
 
 
 class AutogradJacobian(JacobianOperator):
@@ -242,25 +248,40 @@ class AutogradJacobian(JacobianOperator):
         return self
 
 
-class InUnits(JacobianOperator):
-    """The maps times numbers ``unit`` (batch,), which powers of two are exact for."""
+class Between(JacobianOperator):
+    """The maps between factors of their inputs and of their outputs.
 
-    def __init__(self, op: JacobianOperator, unit: Tensor):
-        self._op, self._unit = op, unit.to(op.device, op.dtype)
+    Args:
+        op: the operators.
+        left, right: numbers by which entries of outputs and of inputs are multiplied, which
+            broadcast to (batch, ...) and have the batch axis.
+    """
+
+    def __init__(self, op: JacobianOperator, left: Tensor, right: Tensor):
+        self._op, self._left, self._right = op, left, right
         self.batch, self.in_shape, self.out_shape = op.batch, op.in_shape, op.out_shape
         self.dtype, self.device = op.dtype, op.device
 
-    def _times(self, t: Tensor) -> Tensor:
-        return t * self._unit.view(-1, *[1] * (t.ndim - 1))
-
     def jvp(self, x: Tensor) -> Tensor:
-        return self._times(self._op.jvp(x))
+        return self._left * self._op.jvp(self._right * x)
 
     def vjp(self, y: Tensor) -> Tensor:
-        return self._times(self._op.vjp(y))
+        return self._right * self._op.vjp(self._left * y)
 
-    def select(self, index: Tensor) -> "InUnits":
-        return InUnits(self._op.select(index), self._unit[index])
+    def select(self, index: Tensor) -> Self:
+        other = copy.copy(self)
+        other._op, other.batch = self._op.select(index), len(index)
+        other._left, other._right = self._left[index], self._right[index]
+        return other
+
+
+class InUnits(Between):
+    """The maps times numbers ``unit`` (batch,), which powers of two are exact for."""
+
+    def __init__(self, op: JacobianOperator, unit: Tensor):
+        unit = unit.to(op.device, op.dtype)
+        left, right = (unit.view(-1, *[1] * len(shape)) for shape in (op.out_shape, op.in_shape))
+        super().__init__(op, left, torch.ones_like(right))
 
 
 class Transposed(JacobianOperator):

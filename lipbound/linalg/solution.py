@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lipbound.errors import LipboundError, RangeError, shown, whole
 from lipbound.formatting import TABLE_ROWS, html_table, number
-from lipbound.linalg.matrix_norms import UNIT
+from lipbound.linalg.matrix_norms import UNIT, times_power, times_power_up
 from lipbound.linalg.operators import JacobianOperator
 
 Seed = int | Sequence[int]
@@ -37,8 +37,8 @@ class Norm:
         error: estimate of the relative error of ``lower`` (exceeded with probability at most 1e-3
             each), float64; NaN for power iteration.
         left, right: top singular pair, unit vectors, when asked for; else None.
-        limited: whether rounding alone takes more than a quarter of the tolerance: why a norm has
-            not converged, and would not in more steps. Of closed forms.
+        limited: whether rounding alone takes more than a quarter of the tolerance, or has ended a
+            search: why a norm has not converged, and would not in more steps. Of closed forms.
     """
 
     lower: Tensor
@@ -88,9 +88,20 @@ class Norm:
 
     def view(self, *shape: int) -> "Norm":
         """Return the same values with the batch axis reshaped."""
-        names = ["lower", "upper", "steps", "converged", "error"]
-        names += [] if self.limited is None else ["limited"]
-        return replace(self, **{name: getattr(self, name).view(*shape) for name in names})
+        numbers: dict[str, Any] = vars(self) | {"left": None, "right": None}
+        return replace(self, **{n: t.view(*shape) for n, t in numbers.items() if t is not None})
+
+    def times_power(self, exponents: Tensor) -> "Norm":
+        """Return ends times powers of two, rounded outwards; they are not close where that rounds.
+
+        Args:
+            exponents: integers, which broadcast to the ends.
+        """
+        lower, upper = times_power(self.lower, exponents), times_power_up(self.upper, exponents)
+        lost = (lower < 1e-300) & (self.lower > 0)
+        lower, error = torch.where(lost, 0.0, lower), torch.where(lost, math.inf, self.error)
+        close = self.converged & ~lost
+        return replace(self, lower=lower, upper=upper, error=error, converged=close)
 
 
 def widened(norm: Norm, by: Tensor, tol: float) -> Norm:

@@ -20,6 +20,7 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.layer_norm import Normaliser, ResidualContext, ellipsoid_radius
 from lipbound.bounds.whole_layer_rules import whole_layer
 from lipbound.errors import AttentionError
+from lipbound.jacobians.head import HeadJacobian
 from lipbound.jacobians.maps import BLOCKS, LayerJacobian, block_bound
 from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.models.capture.capture import Capturer, capture
@@ -82,7 +83,7 @@ def norm_of(jacobian: torch.Tensor) -> torch.Tensor:
 
 def test_certificate_and_vjp_fit() -> None:
     att = around(random_attention("biases"), "pre", True)
-    op = LayerJacobian(att, "pre_norm")
+    op = LayerJacobian(att, HeadJacobian(att), "pre_norm")
     draw = normal()
     x, y = draw(op.batch, *op.in_shape), draw(op.batch, *op.in_shape)
     close((op.jvp(x) * y).sum((-1, -2)), (x * op.vjp(y)).sum((-1, -2)), 1e-7)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from support.checks import normal
+from support.hard_heads import FAMILIES
 from support.layers import changed, random_attention
 from support.variants import layer
 
@@ -92,3 +93,13 @@ def test_what_rounding_leaves_open_is_said(method):
     assert norm.limited.tolist() == [[False, False, True]] * 2
     assert norm.converged.tolist() == [[True, True, False]] * 2
     assert norm._repr_html_().count("False (rounding)") == 2
+
+
+def test_an_enclosure_closes_or_rounding_is_said_to_be_why():
+    """Among them one whose Krylov space ends before its last vector's share of the bound is small,
+    which no further step would change."""
+    for name, family in FAMILIES.items():
+        att = family(torch.Generator().manual_seed(2), torch.float64)
+        norm = lb.spectral_norm(att, tol=1e-6, delta=1e-6)
+        assert bool((norm.converged | norm.limited).all()), name
+        assert name != "variants_far_away" or bool(norm.converged.all())

@@ -33,6 +33,7 @@ from lipbound.bounds.whole_layer_rules import whole_layer
 from lipbound.jacobians import streaming
 from lipbound.jacobians.maps import MAPS
 from lipbound.jacobians.spectral_norm import l2_spectral_norm, spectral_norm
+from lipbound.jacobians.spectrum import condition_number
 from lipbound.linalg.operator_norm import operator_norm
 from lipbound.models.capture.capture import Capturer
 from lipbound.regularizers import JaSMin, SoundPenalty, Specformer
@@ -137,6 +138,19 @@ def run(folder: Path, options: dict[str, Any]) -> Pairs:
         name: (_numbers(runs[0][[name]]), _numbers(runs[1][[name]]), allowed.get(name, 0.0))
         for name in measured
     }
+
+
+def decompositions() -> set[str]:
+    """What is decomposed there where norms of several heads are measured."""
+    att = random_attention("biases").to(NAME)
+    for map, wrt in (("head_out", "input"), ("head", "queries"), ("head_out", "values")):
+        spectral_norm(att, map=map, wrt=wrt, delta=1e-6, vectors=True)
+    for norm in TOKEN_NORMS:
+        lb.token_norm(att, norm, tol=1e-6)
+    lb.singular_values(att, k=3)
+    condition_number(att)
+    mean_field.duplicated_norm(att, spectral_norm(att).lower)
+    return far_device.DECOMPOSED
 
 
 def notes(folder: Path) -> list[str]:

@@ -34,6 +34,8 @@ that they have held. Views and memory without numbers, for which a GPU does noth
 the operations."""
 HOLDERS: Counter[int] = Counter()
 """How many tensors there are of each memory, by its address."""
+DECOMPOSED = set[str]()
+"""Decompositions of several matrices at a time, over which a GPU takes far longer than the host."""
 LAUNCHES_NOTHING = {"_unsafe_view", "empty", "new_empty", "empty_like", "empty_strided"}
 BY_PLACE = {"index", "index_put", "index_put_", "_index_put_impl_"}
 """Operations whose indices may be on the CPU."""
@@ -164,6 +166,8 @@ def _count(name: str, launches: bool, args: tuple[Any, ...], kwargs: dict[str, A
     reads = name in ("_local_scalar_dense", "nonzero") or (name == "_to_copy" and home)
     COUNTED["reads"] += reads or chosen  # places of a mask are counted first
     COUNTED["operations"] += launches
+    if name.endswith(("linalg_eig", "linalg_eigh", "linalg_svd", "linalg_qr")) and args[0].ndim > 2:
+        DECOMPOSED.add(name)
 
 
 def _result_is_far(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

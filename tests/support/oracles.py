@@ -8,16 +8,16 @@ from support.reference import head_function
 from torch import Tensor
 
 import lipbound as lb
+from lipbound.jacobians.in_range import in_range
 from lipbound.jacobians.maps import WHOLE
-from lipbound.jacobians.prepared_map import PreparedMap
 
 
 def allowance(att: lb.Attention, map: str = "head") -> Tensor:
     """How far the rounding of a layer's tensors may move its norms, as the layer itself says:
     (samples, heads), of maps of whole layers (samples,)."""
-    measured = PreparedMap(att.double(), map)
-    error, unit = measured.roundoff.tensors, 2.0**measured.exponents
-    return error.view(att.samples, -1) * unit if map in ("head", "head_out") else error * unit[0]
+    wide = in_range(att.double(), map)
+    error, unit = wide.allowance(wide.jacobian()).tensors, 2.0**wide.exponents
+    return error.view(att.samples, -1) * unit if map in ("head", "head_out") else error * unit
 
 
 def assert_encloses(

@@ -46,13 +46,9 @@ class NamedAxes:
         """Return that for some entries of the batch."""
         return self._changed(partial(cut, b=index))
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """Return the same with changed tensors."""
-        return self._changed(lambda t, _: change(t))
-
     def to(self, dtype: torch.dtype) -> Self:
         """Return the same in another dtype."""
-        return self.map(lambda t: t.to(dtype) if t.is_floating_point() else t)
+        return self._changed(lambda t, _: t.to(dtype) if t.is_floating_point() else t)
 
     def double(self) -> Self:
         """Return the same in float64."""
@@ -86,6 +82,11 @@ def tensors(name: str, value: Any) -> dict[str, Tensor]:
     elif isinstance(value, tuple):
         parts = {f"{name}.{i}": one for i, one in enumerate(value)}
     return {key: t for part, one in parts.items() for key, t in tensors(part, one).items()}
+
+
+def for_each_sample(t: Tensor | None, samples: int, dtype: torch.dtype) -> Tensor | None:
+    """Return matrices of heads (heads, ...) for a batch of the heads of all samples, in a dtype."""
+    return None if t is None else t.to(dtype).expand(samples, *t.shape).flatten(0, 1)
 
 
 class Passing(NamedTuple):
@@ -202,6 +203,6 @@ class TokenMap:
         """Return some entries of the batch; ``direction``, which has samples instead, stays."""
         return replace(self, steps=[step.select(index) for step in self.steps])
 
-    def double(self) -> "TokenMap":
-        """Return the same with products in float64."""
-        return replace(self, steps=[step.double() for step in self.steps], dtype=torch.float64)
+    def to(self, dtype: torch.dtype) -> "TokenMap":
+        """Return the same with products in another dtype."""
+        return replace(self, steps=[step.to(dtype) for step in self.steps], dtype=dtype)

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lipbound.attention.variants.base import NamedAxes
+from lipbound.attention.variants.base import NamedAxes, for_each_sample
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,9 +45,7 @@ class Gate(NamedAxes):
         """
         g = torch.sigmoid(self.logits(x))
         slope = g * (1 - g) * o.double()
-        after = self.after
-        if after is not None:
-            after = after.to(o.dtype).expand(len(x), *after.shape).flatten(0, 1)
+        after = for_each_sample(self.after, len(x), o.dtype)
         return GateStep(g.flatten(0, 1).to(o.dtype), slope.flatten(0, 1).to(o.dtype), after)
 
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lipbound.attention.variants.base import UNIT, NamedAxes, Passing, TokenStep
+from lipbound.attention.variants.base import UNIT, NamedAxes, Passing, TokenStep, for_each_sample
 from lipbound.errors import AttentionError
 
 
@@ -201,9 +201,7 @@ class NormStep(TokenStep):
         unit, divisors = norm.divided(x, y)
         if norm.part is not None:
             unit = unit * norm.part
-        unit, after = unit.flatten(0, 1).to(dtype), norm.after
-        if after is not None:
-            after = after.to(dtype).expand(len(x), *after.shape).flatten(0, 1)
+        unit, after = unit.flatten(0, 1).to(dtype), for_each_sample(norm.after, len(x), dtype)
         gain = (norm.gain.double()[:, None] / divisors).flatten(0, 1).to(dtype)
         together = norm.together(x)
         if norm.over is None or together is None:

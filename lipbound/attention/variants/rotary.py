@@ -100,7 +100,7 @@ class Rotation(TokenStep):
         """Return cosines and sines of all tokens."""
         return self.cos, self.sin
 
-    def double(self) -> Self:
+    def to(self, dtype: torch.dtype) -> Self:
         """Return the same: vectors are turned in their own dtype."""
         return self
 

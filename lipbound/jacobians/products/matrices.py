@@ -1,7 +1,6 @@
 """Products with attention matrices that are in memory, as processors like them."""
 
 import math
-from abc import abstractmethod
 from functools import cached_property
 from typing import Self
 
@@ -34,9 +33,9 @@ class InParts(TensorOperator):
     J J^T is applied to so many entries at a time that these stay in the cache.
     """
 
-    @abstractmethod
     def product(self, y: Tensor) -> Tensor:
         """Products J J^T y for all entries at once."""
+        return self.jvp(self.vjp(y))
 
     @cached_property
     def _parts(self) -> list[Self]:

@@ -15,8 +15,6 @@ from torch import Tensor
 from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
 from lipbound.attention.scoring import BLOCKED, four_axes
-from lipbound.devices import Room
-from lipbound.jacobians.products.matrices import by_columns
 
 ROWS = 96
 """Queries of a block: fewer would see fewer keys that they do not need, but make products of
@@ -149,79 +147,6 @@ class RowBlock(NamedTuple):
         return self._replace(p=p, weights=p if self.weights is self.p else self.weights.to(dtype))
 
 
-def _liked(t: Tensor) -> Tensor:
-    """The same tensor, laid out so that sums over its tokens are fastest.
-
-    In float64 coordinate by coordinate.
-    """
-    return by_columns(t) if t.dtype == torch.float64 else t
-
-
-class HeadTensors(NamedTuple):
-    """Queries, keys, values and outputs of a batch of heads, (batch, N, d or d_v).
-
-    Keys and values in two layouts, as products in blocks take them.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    o: Tensor
-    summed_k: Tensor
-    summed_v: Tensor
-
-    @staticmethod
-    def of(q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> "HeadTensors":
-        """Both layouts of tensors (batch, N, d or d_v)."""
-        return HeadTensors(q, k, v, o, by_columns(k), _liked(v))
-
-    def select(self, index: slice) -> "HeadTensors":
-        """Views of some heads."""
-        return HeadTensors(*(t[index] for t in self))
-
-
-Group = tuple[slice, HeadTensors, Iterable[RowBlock]]
-"""Some entries of a batch, what they are made of, and their blocks, the same for all of them, with
-P (entries, rows, columns)."""
-
-
-def cotangents(groups: Iterable[Group], y: Tensor, widths: tuple[int, int]) -> Tensor:
-    """Cotangents of q, k and v as they enter scores and output, under y (batch, N, d_v).
-
-    Side by side, (batch, N, 2 d + d_v), for d and d_v the ``widths``. Laid out coordinate by
-    coordinate; not differentiable.
-    """
-    d, d_v = widths
-    found, room = y.new_zeros(len(y), 2 * d + d_v, y.shape[1]).mT, Room()
-    for entries, (q, _, v, o, k, _), blocks in groups:
-        given, (to_q, to_k, to_v) = y[entries], found[entries].split([d, d, d_v], -1)
-        shift = (given * o).sum(-1, keepdim=True)
-        for rows, keys, p, weights in blocks:
-            part = given[:, rows]
-            g = torch.bmm(part, v[:, keys].mT, out=room.take(y, *p.shape))
-            g = g.sub_(shift[:, rows]).mul_(weights)
-            torch.bmm(g, k[:, keys], out=to_q[:, rows])
-            to_k[:, keys].baddbmm_(g.mT, q[:, rows])
-            to_v[:, keys].baddbmm_(p.mT, part)
-    return found
-
-
-def pushed(groups: Iterable[Group], z: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    """Perturbations of the output, (batch, N, d_v), under those of q, k and v.
-
-    z: (batch, N, d or d_v) each. Not differentiable.
-    """
-    z_q, z_k, z_v = *z[:2], _liked(z[2])
-    out, room = torch.zeros_like(z_v), Room()
-    for entries, (q, k, _, o, _, v), blocks in groups:
-        left, right = torch.cat([z_q[entries], q], -1), torch.cat([k, z_k[entries]], -1)
-        moved = z_v[entries]
-        for rows, keys, p, weights in blocks:
-            t = torch.bmm(left[:, rows], right[:, keys].mT, out=room.take(z_v, *p.shape))
-            t = t.mul_(weights)
-            part = torch.bmm(t, v[:, keys], out=out[entries, rows])
-            # at a one-hot row the difference is exactly zero, which a fused multiply-add would
-            # spoil
-            part -= t.sum(-1, keepdim=True) * o[:, rows]
-            part.baddbmm_(p, moved[:, keys])
-    return out
+Group = tuple[slice, Iterable[RowBlock]]
+"""Some entries of a batch and their blocks, the same for all of them, with P (entries, rows,
+columns)."""

@@ -15,12 +15,12 @@ from lipbound.attention.variants import WITH_TOKEN_NORMS
 from lipbound.devices import in_own_modes
 from lipbound.errors import T, check_layer, choice, flag, real
 from lipbound.formatting import TABLE_ROWS, html_table, number
-from lipbound.jacobians.maps import BLOCKS, MAPS, WHOLE
-from lipbound.jacobians.prepared_map import PreparedMap, heads_of
-from lipbound.jacobians.spectral_norm import shaped
+from lipbound.jacobians.in_range import InRange, MapOperator, in_range
+from lipbound.jacobians.maps import BLOCKS, MAPS, WHOLE, LayerJacobian
 from lipbound.jacobians.token_norms.blocks import LayerTensors
 from lipbound.jacobians.token_norms.row_search import BestRows, best_rows, roots
 from lipbound.linalg.matrix_norms import UNIT, times_power, times_power_up
+from lipbound.linalg.operators import Roundoff
 from lipbound.linalg.solution import Norm
 
 BLOCK_NORMS = ("every-token", "one-token", "token-pair", "output-token")
@@ -124,10 +124,10 @@ def beside(found: Sequence[T], samples: int, map: str, cat: Callable[[Sequence[T
     return cat([cat(one, 1) if per > 1 else one[0] for one in each], 0)
 
 
-def tensors_of(measured: PreparedMap) -> LayerTensors:
-    """Tensors of the blocks of a prepared layer."""
-    op, map = heads_of(measured.op), measured.map
-    return LayerTensors.of(measured.attention, op, together=map in WHOLE, project=map == "layer")
+def tensors_of(wide: InRange, op: MapOperator) -> LayerTensors:
+    """Tensors of the blocks of a layer and its Jacobian."""
+    heads = op.heads if isinstance(op, LayerJacobian) else op
+    return LayerTensors.of(wide.layer, heads, together=op is not heads, project=wide.map == "layer")
 
 
 def chunks(parts: LayerTensors) -> Iterator[tuple[slice, list[slice]]]:
@@ -141,20 +141,23 @@ def chunks(parts: LayerTensors) -> Iterator[tuple[slice, list[slice]]]:
 @torch.no_grad()
 def _norms(att: Attention, norm: str, map: str, tol: float, vectors: bool) -> Norm:
     """Norms of one of the `pieces` of a layer."""
-    measured = PreparedMap(att.double(), map)
-    parts = tensors_of(measured)
+    wide = in_range(att.double(), map)
+    op = wide.jacobian()
+    parts = tensors_of(wide, op)
     every = BestRows.cat([best_rows(parts.of_maps(m), r, norm, tol) for m, r in chunks(parts)])
     every = every._replace(upper=every.upper + parts.vanished)
-    return shaped(att, _ends(measured, every, norm, tol, vectors), measured)
+    found = _ends(op, wide.allowance(op), every, norm, tol, vectors=vectors)
+    return wide.brought_back(found, op, att.dtype)
 
 
-def _ends(measured: PreparedMap, found: BestRows, norm: str, tol: float, vectors: bool) -> Norm:
+def _ends(
+    op: MapOperator, roundoff: Roundoff, found: BestRows, norm: str, tol: float, *, vectors: bool
+) -> Norm:
     """Both ends, with all rounding, from one product with J or J^T and the vectors that were found.
 
     Lemma 93 (docs/theory/token_norms.md).
     """
-    op, batch = measured.op, torch.arange(len(found.token), device=found.token.device)
-    roundoff = measured.roundoff
+    batch = torch.arange(len(found.token), device=found.token.device)
     error, product = (t.to(found.value.device) for t in (roundoff.tensors, roundoff.products))
     root = op.in_shape[0] ** 0.5 if norm == "every-token" else 1.0
     shape = op.in_shape if norm == "one-token" else op.out_shape
@@ -255,10 +258,10 @@ def _profile(att: Attention, map: str) -> Tensor:
 
     (1, heads, N, 4), or (1, N, 4) for a whole layer.
     """
-    measured = PreparedMap(att.double(), map)
-    parts, ends = tensors_of(measured), []
-    exponents = measured.exponents[: len(parts.p), None]
-    error = measured.roundoff.tensors.cpu()[:, None] * (1 + 1e-6)
+    wide = in_range(att.double(), map)
+    op, exponents = wide.jacobian(), wide.exponents[:, None]
+    parts, ends = tensors_of(wide, op), []
+    error = wide.allowance(op).tensors[:, None] * (1 + 1e-6)
     for columns in (True, False):
         found = []
         for maps, rows in chunks(parts):
