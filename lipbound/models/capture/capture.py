@@ -130,6 +130,7 @@ class Capturer:
         wanted = filter(verification.may_normalise, self.model.modules() if self.around else ())
         with self._recording():
             calls, around, notes = recording.record(self.model, inputs, wanted=[*wanted])
+            notes += verification.about_mixing(calls) if self.count is None else []
             if (home := measuring_device(calls[0].q.device)) != calls[0].q.device:
                 there = partial(moved, device=home, copies={})
                 calls, around = tree_map(there, (calls, around))

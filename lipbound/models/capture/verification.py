@@ -5,7 +5,7 @@ attention makes. A sample also runs without its padding, and its head outputs ar
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from lipbound.errors import AttentionError, CaptureError, UnfaithfulPassError
 from lipbound.models.capture.probing import ProbedWeights, eps_of
 from lipbound.models.capture.rerun import CAPTURE_TOLERANCE, relative_error
 from lipbound.models.capture.seeing import interface, recording
-from lipbound.models.capture.seeing.follower import INTERFACE
+from lipbound.models.capture.seeing.follower import INTERFACE, Follower, Heads
 from lipbound.models.capture.seeing.recording import Call, ModuleRun, listed
 from lipbound.models.capture.streams import Padding, hidden_keys
 from lipbound.models.weight_files import resident
@@ -190,6 +190,56 @@ def about_padding(calls: Collection[Call]) -> list[str]:
     seen = "tokens that attention_mask marks as padding are attended to, and are measured as tokens"
     pairs = (unseen, unmarked), (attended, seen)
     return [f"layer {listed(names)}: {said}" for names, said in pairs if names]
+
+
+class _Held(Follower):
+    """Notes the outputs of heads of a pass, or hands out those of another again."""
+
+    def __init__(self, again: Iterable[Tensor] = ()):
+        super().__init__()
+        self.seen, self._again = list[Tensor](), iter(again)
+
+    def computed(self, heads: Heads) -> Tensor | None:
+        self.seen.append(heads.raw)
+        return next(self._again, None)
+
+
+def about_mixing(calls: Iterable[Call]) -> list[str]:
+    """Return sentences on layers in which tokens reach others otherwise than by attention.
+
+    Of layers made of the same modules the first runs again, with the same outputs of heads.
+
+    Args:
+        calls: of a pass of a model, in the context of `implementation`.
+    """
+    first: dict[Any, ModuleRun] = {}
+    for call in calls:
+        listed = (run for run, _ in call.around if run.name.rpartition(".")[2].isdigit())
+        run = next(listed, None)
+        if run is not None and call.q.shape[-2] in getattr(run.given, "shape", ())[:2]:
+            first.setdefault((run.inside, *map(type, run.module.modules())), run)
+    means = "also mix tokens by other means than the attention that is seen, which are left out"
+    mixing = {type(run.module).__name__: run.name for run in first.values() if _mixes(run)}
+    return [f"layers such as {name} ({kind}) {means}" for kind, name in mixing.items()]
+
+
+def _mixes(run: ModuleRun) -> bool:
+    """Return whether half of the tokens move outputs of the others where those of heads stay."""
+    x, own = run.given, run.returned
+    if own is None or own.shape != x.shape or x.ndim != 3:
+        return False
+    generator = torch.Generator().manual_seed(5)
+    places = torch.randperm(x[..., 0].numel(), generator=generator).view(x.shape[:2])
+    moved = (places < places.numel() // 2).to(x.device)
+    seen, ends = list[Tensor](), list[Tensor]()
+    for tokens in (x, x.flip(-1).where(moved[..., None], x)):
+        args, kwargs = interface.copied_state((run.args, run.kwargs), {id(x): (x, tokens)})
+        follower = _Held(seen)
+        with interface.unmoved(run.module), follower.following():
+            end = recording.first_tensor(run.module(*args, **kwargs))
+        seen, ends = follower.seen, [*ends, own if end is None else end]
+    before, after = (end[~moved] for end in ends)
+    return relative_error(after, before) > SAME
 
 
 def about_positions(inputs: Mapping[str, Any]) -> list[str]:
