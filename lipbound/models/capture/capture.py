@@ -16,7 +16,6 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
-from transformers import PreTrainedModel
 
 from lipbound import errors
 from lipbound.attention.layer import Attention
@@ -29,8 +28,7 @@ from lipbound.models.capture.probing import ProbedWeights, Turns, probe, read_sc
 from lipbound.models.capture.seeing import interface, recording
 from lipbound.models.capture.seeing.recording import Call, ModuleRun, moved
 from lipbound.models.capture.streams import Padding, of_stream, stream_names, through_module
-from lipbound.models.checkpoint import Checkpoint, Inputs, unmarked_padding
-from lipbound.models.in_memory import bare_module, measurable, named_inputs
+from lipbound.models.checkpoint import Checkpoint, Inputs, measurable, taken, unmarked_padding
 from lipbound.models.weight_files import is_offloaded
 from lipbound.schema import INPUT
 
@@ -92,8 +90,6 @@ class Capturer:
     _verified: set[tuple[bool, str, int]] = field(default_factory=set)
     """Calls that were compared: whether they have padding, the module, and its calls before."""
     _told: set[tuple[str, str]] = field(default_factory=set)
-    _work: float = 0.0
-    """Floating-point operations of a forward pass."""
 
     def run(self, inputs: Mapping[str, Tensor] | Inputs) -> list[LayerCapture]:
         """Return the attention of every (chosen) layer, in the model's dtype; see `each`.
@@ -116,19 +112,25 @@ class Capturer:
             inputs: what the model's forward takes.
             skip: positions, among the chosen layers, of those that are left out.
         """
-        inputs = interface.taken(self.model, inputs)
+        inputs = taken(self.model, inputs)
+        work, layers = forward_work(self.model, inputs), self._each(inputs, skip)
+
+        def following() -> LayerCapture | None:
+            with threads_for(work):
+                return next(layers, None)
+
         try:
-            yield from self._each(inputs, skip)
+            yield from iter(following, None)
         except UnfaithfulPassError:  # raised before the first layer
             if self._name is interface.AS_SDPA:
                 raise
             self._name = interface.AS_SDPA
-            yield from self._each(inputs, skip)
+            yield from self.each(inputs, skip)
 
     def _each(self, inputs: dict[str, Tensor], skip: Collection[int]) -> Iterator[LayerCapture]:
-        self._work = forward_work(self.model, inputs)
         wanted = filter(verification.may_normalise, self.model.modules() if self.around else ())
-        with self._recording():
+        seen = partial(interface.implementation, self.model, self._name)
+        with seen():
             calls, around, notes = recording.record(self.model, inputs, wanted=[*wanted])
             notes += verification.about_mixing(calls) if self.count is None else []
             if (home := measuring_device(calls[0].q.device)) != calls[0].q.device:
@@ -149,21 +151,15 @@ class Capturer:
             weights = {i: self._read(i, closed[i]) for i in ahead}
         for i in chosen:
             if i not in ahead:
-                with self._recording():
+                with seen():
                     weights = {i: self._read(i, closed[i])}
                 self.release()  # weights of such models are many
-            with threads_for(self._work), torch.no_grad():
+            with torch.no_grad():
                 layer = self._in_closed_form(i, closed[i], weights[i], around)
             if layer is None:
-                with self._recording():
+                with seen():
                     layer = self._automatic(i, *rows[i], closed[i].reason, padding)
             yield layer
-
-    @contextmanager
-    def _recording(self) -> Iterator[None]:
-        """See attention of the model, and of copies of it, on as many threads as it is worth."""
-        with threads_for(self._work), interface.implementation(self.model, self._name):
-            yield
 
     def _closed(self, call: Call, stream: str, padding: Padding) -> Call:
         """Return a call as it may have a closed form in a stream, or with the reason why not.
@@ -355,11 +351,10 @@ def capture(
         projection of the concatenated heads was found.
     """
     chosen = None if layers is None else errors.indices("layers", layers)
-    bare = bare_module(model)
-    batch = named_inputs(bare, inputs)
-    tell(*(unmarked_padding(bare, batch) if isinstance(bare, PreTrainedModel) else ()))
     around, closed = errors.flag("around", around), errors.flag("closed", closed)
-    capturer = Capturer(measurable(bare), chosen, around, closed)
+    capturer = Capturer(measurable(model), chosen, around, closed)
+    batch = taken(capturer.model, inputs)
+    tell(*unmarked_padding(capturer.model, batch))
     found = [layer.attention for layer in capturer.run(batch)]
     if (sample := verification.most_padded(batch)) is not None:
         capturer.examine(verification.one_sample(batch, sample))

@@ -22,6 +22,7 @@ from lipbound.models.capture.seeing import interface, recording
 from lipbound.models.capture.seeing.follower import INTERFACE, Follower, Heads
 from lipbound.models.capture.seeing.recording import Call, ModuleRun, listed
 from lipbound.models.capture.streams import Padding, hidden_keys
+from lipbound.models.checkpoint import taken
 from lipbound.models.weight_files import resident
 
 RESIDUAL_TOLERANCE = 1e-4
@@ -142,30 +143,27 @@ def normaliser(module: Any, x: Tensor, out: Tensor) -> Normaliser | None:
     return None
 
 
-def _forbidden(call: Call) -> str:
-    """Return that some token that is not padding may attend to none, where that is so."""
-    mask, rows, keys = call.additive(), call.valid_rows, call.valid_keys
-    if mask is None or sees_some_key(mask, call.k.shape[-2], keys, rows):
-        return ""
-    window = call.extras.get("sliding_window")
-    width = "" if window is None else f" (its sliding window is {window} tokens wide)"
-    instead = "give inputs, or a configuration, in which every token that is no padding may see one"
-    return f"layer {call.name}: its mask forbids some token every key{width}; {instead}"
-
-
 def check_defined(call: Call) -> str:
     """Return that some token that is not padding may attend to none, where that is so.
 
     Raises:
         CaptureError: outputs of the call are NaN, for that reason or another.
     """
-    why, out, valid = _forbidden(call), call.out, call.valid_rows
+    mask, rows, out, name = call.additive(), call.valid_rows, call.out, call.name
+    why, real = "", out if rows is None else out[rows]
+    if mask is not None and not sees_some_key(mask, call.k.shape[-2], call.valid_keys, rows):
+        window = call.extras.get("sliding_window")
+        width = "" if window is None else f" (its sliding window is {window} tokens wide)"
+        instead = (
+            "give inputs, or a configuration, in which every token that is no padding may see one"
+        )
+        why = f"layer {name}: its mask forbids some token every key{width}; {instead}"
     if why and bool(out.isnan().any()):
         raise CaptureError(why)
-    if bool((out if valid is None else out[valid]).isnan().any()):
-        left = valid is not None and not bool(valid[:, 0].all()) and out.dtype == torch.float64
+    if bool(real.isnan().any()):
+        left = rows is not None and not bool(rows[:, 0].all()) and out.dtype == torch.float64
         hint = ": in float64 left padding attends to nothing, 0/0; pad right, or take float32"
-        what = f"layer {call.name or '(the model itself)'}: the outputs of its heads are NaN"
+        what = f"layer {name or '(the model itself)'}: the outputs of its heads are NaN"
         raise CaptureError(f"{what} in the model's own eager pass{hint if left else ''}")
     return why
 
@@ -446,7 +444,7 @@ def dependence(model: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
         model: of the capture.
         inputs: of this sample alone, with the padding that it has in its batch.
     """
-    inputs, padding, off = interface.taken(model, inputs), Padding((), inputs), 0.0
+    inputs, padding, off = taken(model, inputs), Padding((), inputs), 0.0
 
     def of_tokens(call: Call) -> Tensor:
         if not call.formed or len(call.out) > 1:

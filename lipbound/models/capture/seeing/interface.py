@@ -26,7 +26,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lipbound.errors import CaptureError
 from lipbound.models.checkpoint import MASK
-from lipbound.models.in_memory import named_inputs
 from lipbound.models.other_libraries import explained, quiet, temporarily
 
 RECORDING_ATTENTION = "lipbound"
@@ -292,16 +291,6 @@ def _renew_rotary_tables(model: nn.Module, afterwards: ExitStack) -> None:
             if hasattr(module, longest) and hasattr(module, "original_max_seq_len"):
                 new = module.original_max_seq_len
                 afterwards.enter_context(temporarily(longest, new, module))
-
-
-def taken(model: nn.Module, inputs: object) -> dict[str, Tensor]:
-    """Return inputs as a model's forward takes them: named, floating-point ones in its dtype."""
-    floating = (p.dtype for p in model.parameters() if p.is_floating_point())
-    dtype = next(floating, torch.float32)
-    return {
-        name: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t
-        for name, t in named_inputs(model, inputs).items()
-    }
 
 
 def computing(model: nn.Module) -> AbstractContextManager[None]:
