@@ -361,7 +361,6 @@ def load_loaded(model: object, options: LoadOptions) -> Checkpoint | None:
     options.refuse_given("a model in memory")
     if weight_files.is_offloaded(inner):
         raise CheckpointError(f"the weights of {kind} are on disk; give its directory or hub id")
-    weight_files.check_floating(inner, kind)
     loaded, changes = in_dtype(inner, options.dtype)
     notes += changes
     loaded = loaded.to(options.device)  # some modules take it by position only
@@ -532,6 +531,7 @@ def in_dtype(model: nn.Module, dtype: torch.dtype | None = None) -> tuple[Any, l
         The model itself where its weights are in that dtype, else a copy; and a sentence on the
         copy where there is something to tell.
     """
+    weight_files.check_floating(model, type(model).__name__)
     found = {parameter.dtype for parameter in model.parameters()}
     wanted = dtype or (torch.float64 if torch.float64 in found else torch.float32)
     if found <= {wanted}:
@@ -558,9 +558,7 @@ def measurable(given: object, kind: type = nn.Module) -> Any:
     Returns:
         The model, or a copy in float32 of one in half precision, which a notice tells of.
     """
-    inner = bare_module(given, kind=kind)
-    weight_files.check_floating(inner, type(inner).__name__)
-    model, notes = in_dtype(inner)
+    model, notes = in_dtype(bare_module(given, kind=kind))
     tell(*notes)
     return model
 

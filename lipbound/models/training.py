@@ -290,9 +290,7 @@ def _attending(model: PreTrainedModel, modules: Sequence[nn.Module]) -> Iterator
     Raises:
         CaptureError: it is to run a function of the user's own.
     """
-    given = [vars(module).get("config") for module in modules]
-    found = (inner for config in given for inner in interface.attention_configs(config))
-    configs, name = list({id(config): config for config in found}.values()), interface.ATTRIBUTE
+    configs, name = interface.attention_configs(modules), interface.ATTRIBUTE
     if own := interface.own_names(configs):
         what = f"{type(model).__name__} computes attention by {own[0][1]!r}, a function of your own"
         instead = "set_attn_implementation('eager') is"

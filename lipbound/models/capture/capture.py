@@ -8,10 +8,10 @@ forward pass, and that pass against a second one through the model's untouched e
 """
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -138,24 +138,22 @@ class Capturer:
                 calls, around = tree_map(there, (calls, around))
             rows = [(call, stream) for call in calls for stream in stream_names(call)]
             self.count = len(rows)
-            every = enumerate(self._chosen(self.count))
-            chosen = [i for position, i in every if position not in skip]
+            chosen = [i for k, i in enumerate(self._chosen(self.count)) if k not in skip]
             padding = Padding([call for call, stream in rows if stream == INPUT], inputs)
-            of_chosen = [call for call in calls if any(rows[i][0] is call for i in chosen)]
-            self._check_pass(inputs, of_chosen)
+            self._check_pass(inputs, dict.fromkeys(rows[i][0] for i in chosen))
             closed = {i: self._closed(*rows[i], padding) for i in chosen}
             plain = [call for call in closed.values() if call.sides == "qkv" and not call.reason]
             notes += verification.about_positions(inputs)
             self._note(*notes, *verification.about_padding(plain))
             ahead = [] if is_offloaded(self.model) else chosen
-            weights = {i: self._read(i, closed[i]) for i in ahead}
+            weights = {i: _tried(self._read, closed[i], i) for i in ahead}
         for i in chosen:
             if i not in ahead:
                 with seen():
-                    weights = {i: self._read(i, closed[i])}
+                    weights = {i: _tried(self._read, closed[i], i)}
                 self.release()  # weights of such models are many
             with torch.no_grad():
-                layer = self._in_closed_form(i, closed[i], weights[i], around)
+                layer = _tried(self._in_closed_form, closed[i], i, weights[i], around)
             if layer is None:
                 with seen():
                     layer = self._automatic(i, *rows[i], closed[i].reason, padding)
@@ -167,49 +165,36 @@ class Capturer:
         Raises:
             CaptureError: its attention is undefined.
         """
-        if not self.closed:
-            return replace(call, reason=f"layer {call.name}: no closed form was asked for")
-        if call.reason:
-            return call
-        try:
-            call = of_stream(call, stream, padding)
-        except CaptureError as why:
-            return replace(call, reason=str(why))
-        return replace(call, reason=verification.check_defined(call))
+        unasked = f"layer {call.name}: no closed form was asked for"
+        call = replace(call, reason=call.reason if self.closed else unasked)
+        found = _tried(of_stream, call, stream, padding)
+        return call if found is None else replace(found, reason=verification.check_defined(found))
 
-    def _read(self, i: int, call: Call) -> ProbedWeights | None:
-        """Return the weights of layer i; None, and the call's reason, where it has none."""
-        if call.reason:
-            return None
-        with _reasoned(call):
-            weights = self._weights.get(i)
-            if weights is None or not weights.belongs_to(call):
-                weights = probe(call, self._turns)
-                found = weights.turns
-                if found and all(found.rotation is not turns.rotation for turns in self._turns):
-                    self._turns = [*self._turns, found][-ROTATIONS:]
-                self._weights[i] = weights
-            if weights.sums:
-                read_scores(call)
-        return None if call.reason else weights
+    def _read(self, call: Call, i: int) -> ProbedWeights:
+        """Return the weights of layer i."""
+        weights = self._weights.get(i)
+        if weights is None or not weights.belongs_to(call):
+            weights = probe(call, self._turns)
+            found = weights.turns
+            if found and all(found.rotation is not turns.rotation for turns in self._turns):
+                self._turns = [*self._turns, found][-ROTATIONS:]
+            self._weights[i] = weights
+        if weights.sums:
+            read_scores(call)
+        return weights
 
     def _in_closed_form(
-        self, i: int, call: Call, weights: ProbedWeights | None, around: Sequence[ModuleRun]
-    ) -> LayerCapture | None:
-        """Return layer i; None, and the call's reason, where it has no closed form."""
-        if weights is None:
-            return None
-        with _reasoned(call):
-            attention = verification.assemble(call, weights)
-            try:
-                error = verification.check_rebuilt(call, attention, weights)
-            except CaptureError:
-                if not {"rotation", "qk_norm"} <= attention.variants:
-                    raise
-                attention = verification.assemble(call, weights, late=True)
-                error = verification.check_rebuilt(call, attention, weights)
-        if call.reason:
-            return None
+        self, call: Call, i: int, weights: ProbedWeights, around: Sequence[ModuleRun]
+    ) -> LayerCapture:
+        """Return layer i as tensors."""
+        attention = verification.assemble(call, weights)
+        try:
+            error = verification.check_rebuilt(call, attention, weights)
+        except CaptureError:
+            if not {"rotation", "qk_norm"} <= attention.variants:
+                raise
+            attention = verification.assemble(call, weights, late=True)
+            error = verification.check_rebuilt(call, attention, weights)
         if self.around and call.sides == "qkv":
             attention.surroundings = verification.surroundings(attention, around)
         # of all layers at once they would fill the memory
@@ -263,7 +248,7 @@ class Capturer:
         self.notes += new
         tell(*new)
 
-    def _check_pass(self, inputs: Mapping[str, Tensor], calls: Sequence[Call]) -> None:
+    def _check_pass(self, inputs: Mapping[str, Tensor], calls: Iterable[Call]) -> None:
         """Compare calls with the model's own, each once without padding, and once with."""
         samples: dict[int, list[Call]] = {}
         for call in calls:
@@ -289,19 +274,21 @@ class Capturer:
         return list(dict.fromkeys(i % count for i in layers))
 
 
-@contextmanager
-def _reasoned(call: Call) -> Iterator[None]:
-    """Keep why a call has no closed form as its reason.
+def _tried(made: Callable[..., Any], call: Call, *args: Any) -> Any:
+    """Return what is made of a call; None where it has no closed form, and why as its reason.
 
     Raises:
         DifferentPositionsError: samples must be captured one by one.
     """
+    if call.reason:
+        return None
     try:
-        yield
+        return made(call, *args)
     except CaptureError as why:
         if isinstance(why, DifferentPositionsError) and call.samples > 1:
             raise
         call.reason = str(why)
+        return None
 
 
 def forward_work(model: nn.Module, inputs: Mapping[str, Tensor]) -> float:

@@ -226,12 +226,15 @@ def plain_attention(*args: Any, **kwargs: Any) -> Tensor:
         return SDPA(*args, **kwargs)
 
 
-def attention_configs(config: Any) -> Iterator[Any]:
-    """Yield a model configuration and those inside it that name an attention function."""
-    if hasattr(config, ATTRIBUTE):
-        yield config
-        for name in getattr(config, "sub_configs", {}):
-            yield from attention_configs(getattr(config, name, None))
+def attention_configs(modules: Iterable[nn.Module]) -> list[Any]:
+    """Return configurations of modules, and those inside them, that name an attention function."""
+    found: dict[int, Any] = {}
+    left = [getattr(module, "config", None) for module in modules]
+    for config in left:
+        if hasattr(config, ATTRIBUTE) and id(config) not in found:
+            found[id(config)] = config
+            left += [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
+    return [*found.values()]
 
 
 @contextmanager
@@ -242,8 +245,7 @@ def implementation(model: nn.Module, name: str) -> Iterator[None]:
     Accelerate prepared it for mixed precision; afterwards all is as it was. Of a module that is
     not transformers' this is meant of the models inside it.
     """
-    given = [getattr(module, "config", None) for module in model.modules()]
-    configs = {id(c): c for config in given for c in attention_configs(config)}.values()
+    configs = attention_configs(model.modules())
     with ExitStack() as afterwards, torch.no_grad():
         for module in model.modules():
             if module.training:

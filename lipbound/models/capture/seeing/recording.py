@@ -1,10 +1,11 @@
 """Recording every attention of a forward pass of a model, in whichever way it is computed."""
 
+import copy
 import inspect
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -234,9 +235,8 @@ def moved(value: Any, device: torch.device, copies: dict[int, Any]) -> Any:
     if not isinstance(value, Call | ModuleRun):
         return value
     if id(value) not in copies:
-        there = partial(moved, device=device, copies=copies)
-        parts = {part.name: tree_map(there, getattr(value, part.name)) for part in fields(value)}
-        copies[id(value)] = replace(value, **parts)
+        copies[id(value)] = there = copy.copy(value)
+        vars(there).update(tree_map(partial(moved, device=device, copies=copies), vars(value)))
     return copies[id(value)]
 
 
@@ -541,8 +541,8 @@ def by_name(
     """Return arguments with all but the first by name, however they were passed."""
     if len(args) < 2 or isinstance(module, torch.jit.ScriptModule):  # which has no signature
         return args, kwargs
-    parameters = [*inspect.signature(module.forward).parameters.values()][: len(args)]
-    if len(parameters) < len(args) or any(p.kind is p.VAR_POSITIONAL for p in parameters):
+    parameters = inspect.signature(module.forward).parameters.values()
+    names = [p.name for p in parameters if p.kind <= p.POSITIONAL_OR_KEYWORD]
+    if len(names) < len(args):
         return args, kwargs
-    names = [p.name for p in parameters]
-    return args[:1], {**dict(zip(names[1:], args[1:], strict=True)), **kwargs}
+    return args[:1], {**dict(zip(names[1:], args[1:], strict=False)), **kwargs}
