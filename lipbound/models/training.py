@@ -290,19 +290,17 @@ def _attending(model: PreTrainedModel, modules: Sequence[nn.Module]) -> Iterator
     Raises:
         CaptureError: it is to run a function of the user's own.
     """
-    configs, name = interface.attention_configs(modules), interface.ATTRIBUTE
-    if own := interface.own_names(configs):
-        what = f"{type(model).__name__} computes attention by {own[0][1]!r}, a function of your own"
+    configs = interface.attention_configs(modules)
+    names = [getattr(config, interface.ATTRIBUTE) for config in configs]
+    if own := [name for name in names if interface.own_function(name) is not None]:
+        what = f"{type(model).__name__} computes attention by {own[0]!r}, a function of your own"
         instead = "set_attn_implementation('eager') is"
         raise CaptureError(f"{what}, which is not seen in training; {instead}")
     again = [module for module in modules if getattr(module, CHECKPOINTING, False)]
     if again and model.training:
         tell("gradient checkpointing is off while attention is watched, which takes memory")
-    with ExitStack() as stack, temporarily(CHECKPOINTING, False, *again):
-        for config in configs:
-            stack.callback(setattr, config, name, getattr(config, name))
-        if any(getattr(config, name) != TRAINING_ATTENTION for config in configs):
-            model.set_attn_implementation(TRAINING_ATTENTION)
+    through = temporarily(interface.ATTRIBUTE, TRAINING_ATTENTION, *configs)
+    with through, temporarily(CHECKPOINTING, False, *again):
         yield
 
 

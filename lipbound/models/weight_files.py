@@ -462,15 +462,6 @@ def is_offloaded(module: nn.Module) -> bool:
     return bool(_kept(module))
 
 
-def on_disk(model: nn.Module) -> dict[str, TensorRef]:
-    """Return the places of parameters that stay on disk, by their names in the model."""
-    return {
-        f"{prefix}.{name}".lstrip("."): stored
-        for prefix, _, keeper in _kept(model)
-        for name, stored in keeper.stored.items()
-    }
-
-
 def check_weights(model: nn.Module, name: str) -> None:
     """Refuse weights and buffers, in memory or on disk, that are NaN or infinite.
 
@@ -483,12 +474,12 @@ def check_weights(model: nn.Module, name: str) -> None:
     Raises:
         CheckpointError: one of them is not finite; the message names it. Or a file is gone.
     """
-    stored, buffers = on_disk(model), {key for key, _ in model.named_buffers()}
-    found = {"": torch.zeros(2)}  # of a model without any
-    for key, tensor in model.state_dict().items():
-        tensor = stored[key].read() if key in stored else tensor
-        if isinstance(tensor, Tensor) and not tensor.is_meta:
-            found[key] = extremes(tensor)
+    buffers, tensors = {key for key, _ in model.named_buffers()}, model.state_dict().items()
+    memory = {key: t for key, t in tensors if isinstance(t, Tensor) and not t.is_meta}
+    found = {"": torch.zeros(2)} | {key: extremes(t) for key, t in memory.items()}
+    for prefix, _, keeper in _kept(model):
+        for key, stored in keeper.stored.items():
+            found[f"{prefix}.{key}".lstrip(".")] = extremes(stored.read())
     *_, last = found.values()
     ends = torch.stack([both.to(last.device) for both in found.values()]).tolist()
     for key, (low, high) in zip(found, ends, strict=True):

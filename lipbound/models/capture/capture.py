@@ -217,13 +217,11 @@ class Capturer:
         key = kind, re.sub(r"\d[\d.e+-]*", "", why)  # numbers of layers and errors are their own
         if self.closed and key not in self._told:
             self._told.add(key)
-            other = "" if name == call.name else name or "the model"
-            self._note(
-                f"layers such as {call.name or 'the model itself'} ({kind}) are measured by "
-                f"automatic differentiation, rounding not enclosed, and have no bounds: {why}"
-                + (f"; they are functions of what {other} is given" if other else "")
-                + "".join(f"; {said}" for said in attention.details)
-            )
+            how = "are measured by automatic differentiation, rounding not enclosed"
+            layers = f"layers such as {call.name or 'the model itself'} ({kind})"
+            others = [f"they are functions of what {name or 'the model'} is given"]
+            details = (*others * (name != call.name), *attention.details)
+            self._note("; ".join([f"{layers} {how}, and have no bounds: {why}", *details]))
         return LayerCapture(i, name, attention, error, attention.windows)
 
     def examine(self, inputs: Mapping[str, Tensor]) -> None:

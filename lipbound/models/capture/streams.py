@@ -397,9 +397,7 @@ def _error(call: Call, cut: Tensor, heads: list[Heads]) -> float:
     errors = [rerun.relative_error(made, own) for made, own in plain]
     if not (error := min(errors)) <= rerun.CAPTURE_TOLERANCE:
         why = "it keeps a state, or draws random numbers"
-        raise call.unsupported(
-            f"gives other outputs when it runs alone (off by {error:.1e}): {why}"
-        )
+        raise call.unsupported(f"gives other outputs when run alone (off by {error:.1e}): {why}")
     if not errors[0] <= rerun.CAPTURE_TOLERANCE:  # more than the heads were given to it
         call.projection = None
     return error
@@ -443,9 +441,7 @@ def _samples(call: Call, x: Tensor, out: Tensor, made: Tensor) -> tuple[int | No
                 return axis, count, place
     if samples == 1 or (x.ndim == 2 and len(x) == samples):  # those are tokens
         return (0 if x.ndim > 2 and x.shape[0] == 1 else None), 1, 0
-    what = (
-        "is given all samples in one tensor that does not tell them apart (capture one at a time)"
-    )
+    what = "is given samples in one tensor that does not tell them apart (capture one at a time)"
     raise call.unsupported(what, DifferentPositionsError)
 
 

@@ -154,9 +154,7 @@ def check_defined(call: Call) -> str:
     if mask is not None and not sees_some_key(mask, call.k.shape[-2], call.valid_keys, rows):
         window = call.extras.get("sliding_window")
         width = "" if window is None else f" (its sliding window is {window} tokens wide)"
-        instead = (
-            "give inputs, or a configuration, in which every token that is no padding may see one"
-        )
+        instead = "give inputs, or a configuration, in which every token but padding may see one"
         why = f"layer {name}: its mask forbids some token every key{width}; {instead}"
     if why and bool(out.isnan().any()):
         raise CaptureError(why)

@@ -26,7 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lipbound.errors import CaptureError
 from lipbound.models.checkpoint import MASK
-from lipbound.models.other_libraries import explained, quiet, temporarily
+from lipbound.models.other_libraries import explained, temporarily
 
 RECORDING_ATTENTION = "lipbound"
 """Name of our attention function in the transformers registry."""
@@ -89,12 +89,6 @@ def own_function(name: object) -> AttentionFunction | None:
     usual = any(one in str(name) for one in ("sdpa", "flash", "flex_attention", "paged"))
     theirs = kind.startswith("lipbound.") or (usual and kind.startswith("transformers."))
     return None if function is None or theirs else function
-
-
-def own_names(configs: Iterable[Any]) -> list[tuple[Any, str]]:
-    """Return the configurations that name a function of the user's own, with the names."""
-    named = [(config, getattr(config, ATTRIBUTE)) for config in configs]
-    return [(config, name) for config, name in named if own_function(name) is not None]
 
 
 def _attention(
@@ -245,7 +239,6 @@ def implementation(model: nn.Module, name: str) -> Iterator[None]:
     Accelerate prepared it for mixed precision; afterwards all is as it was. Of a module that is
     not transformers' this is meant of the models inside it.
     """
-    configs = attention_configs(model.modules())
     with ExitStack() as afterwards, torch.no_grad():
         for module in model.modules():
             if module.training:
@@ -253,22 +246,16 @@ def implementation(model: nn.Module, name: str) -> Iterator[None]:
             own = vars(module).get(OWN_FORWARD)
             if own is not None and "forward" in vars(module):
                 afterwards.enter_context(temporarily("forward", own, module))
-        kept = own_names(configs)
-        for config in configs:
-            afterwards.callback(setattr, config, ATTRIBUTE, getattr(config, ATTRIBUTE))
+        configs = attention_configs(model.modules())
+        theirs = (c for c in configs if own_function(getattr(c, ATTRIBUTE)) is None)
+        afterwards.enter_context(temporarily(ATTRIBUTE, name, *theirs))
         for part in _outermost(model):
-            with quiet():  # it warns of models that never ask which function they should call
-                part.set_attn_implementation(str(name))
             experts = getattr(part, "get_experts_implementation", lambda: None)()
             if experts is not None and part.dtype == torch.float64:
                 # torch's grouped product of experts knows no float64
                 afterwards.callback(setattr, part.config, "_experts_implementation", experts)
                 if part._can_set_experts_implementation():
                     part.set_experts_implementation("eager")
-        for config in configs if isinstance(name, _AlsoSDPA) else ():
-            setattr(config, ATTRIBUTE, name)
-        for config, own in kept:
-            setattr(config, ATTRIBUTE, own)
         model.eval()
         _renew_rotary_tables(model, afterwards)
         yield

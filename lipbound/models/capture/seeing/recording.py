@@ -198,9 +198,7 @@ class Call(Heads):
         apart = self.sides == "qkv" and keys != queries
         if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[1] != n or apart:
             what = "one tensor (samples, N, D) of these (but several, a cache, or windows of one)"
-            raise self.unsupported(
-                f"has {queries} queries and {keys} keys, and is not given {what}"
-            )
+            raise self.unsupported(f"has {queries} queries and {keys} keys, not given {what}")
         return x
 
     def additive(self) -> Tensor | None:
@@ -307,10 +305,9 @@ def _notes(model: nn.Module, calls: Collection[Call], unseen: str) -> list[str]:
     said += _layers_left_out(model, {call.name for call in calls})
     apart = {call.run: call.name for call in calls if call.run.calls > len(call.pieces)}
     for run, name in apart.items():
-        what = (
-            f"layer {name} ({type(run.module).__name__}) calls attention {run.calls} times in a run"
-        )
-        said.append(f"{what}, and each call that goes its own way is measured as a layer by itself")
+        what = f"({type(run.module).__name__}) calls attention {run.calls} times in a run"
+        alone = "each call that goes its own way is measured as a layer by itself"
+        said.append(f"layer {name} {what}, and {alone}")
     if adding := [call.name for call in calls if call.adds]:
         what = "a mask of True and False is added to scores as the numbers 1 and 0"
         said.append(f"{what}, as the model's own attention does, in layer {listed(adding)}")
