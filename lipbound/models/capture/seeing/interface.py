@@ -20,12 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import checkpoint
-from transformers import AttentionMaskInterface, PretrainedConfig, PreTrainedModel
+from transformers import AttentionMaskInterface, PretrainedConfig
 from transformers.masking_utils import eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lipbound.errors import CaptureError
-from lipbound.models.checkpoint import MASK
+from lipbound.models.checkpoint import MASK, dtype_of
 from lipbound.models.other_libraries import explained, temporarily
 
 RECORDING_ATTENTION = "lipbound"
@@ -50,6 +50,8 @@ EAGER = "eager_attention_forward"
 """Ending of the names of transformers' eager attention functions."""
 ATTRIBUTE = "_attn_implementation_internal"
 """Where a configuration of transformers keeps the name of the attention function."""
+EXPERTS = "_experts_implementation"
+"""Where it keeps the name of the function that computes experts."""
 OWN_FORWARD = "_original_forward"
 """Where Accelerate keeps the forward pass of a module that it made one under autocast for."""
 ORIGINAL = "original_inv_freq"
@@ -240,32 +242,19 @@ def implementation(model: nn.Module, name: str) -> Iterator[None]:
     not transformers' this is meant of the models inside it.
     """
     with ExitStack() as afterwards, torch.no_grad():
+        afterwards.enter_context(temporarily("training", False, *model.modules()))
         for module in model.modules():
-            if module.training:
-                afterwards.callback(setattr, module, "training", True)
             own = vars(module).get(OWN_FORWARD)
             if own is not None and "forward" in vars(module):
                 afterwards.enter_context(temporarily("forward", own, module))
         configs = attention_configs(model.modules())
         theirs = (c for c in configs if own_function(getattr(c, ATTRIBUTE)) is None)
         afterwards.enter_context(temporarily(ATTRIBUTE, name, *theirs))
-        for part in _outermost(model):
-            experts = getattr(part, "get_experts_implementation", lambda: None)()
-            if experts is not None and part.dtype == torch.float64:
-                # torch's grouped product of experts knows no float64
-                afterwards.callback(setattr, part.config, "_experts_implementation", experts)
-                if part._can_set_experts_implementation():
-                    part.set_experts_implementation("eager")
-        model.eval()
+        if dtype_of(model) == torch.float64:  # torch's grouped product of experts knows none
+            mixing = (c for c in configs if hasattr(c, EXPERTS))
+            afterwards.enter_context(temporarily(EXPERTS, "eager", *mixing))
         _renew_rotary_tables(model, afterwards)
         yield
-
-
-def _outermost(model: nn.Module) -> list[PreTrainedModel]:
-    """Return the transformers models in a module that are in no other."""
-    if isinstance(model, PreTrainedModel):
-        return [model]
-    return [inner for child in model.children() for inner in _outermost(child)]
 
 
 def _renew_rotary_tables(model: nn.Module, afterwards: ExitStack) -> None:
