@@ -523,9 +523,8 @@ class BatchLogits:
             if name != "sdpa" or torch.__version__ < "2.5":
                 what = f"{type(layer).__name__} has {name}, with torch {torch.__version__}"
                 raise CaptureError(f"batch_logit needs attention 'sdpa' and torch 2.5, and {what}")
-            leave = layer.register_forward_hook(self._leave, always_call=True)
-            for hook in (layer.register_forward_pre_hook(self._enter), leave):
-                self.hooks.callback(hook.remove)
+            self.hooks.enter_context(layer.register_forward_pre_hook(self._enter))
+            self.hooks.enter_context(layer.register_forward_hook(self._leave, always_call=True))
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if self.is_watching and module.training:

@@ -311,22 +311,21 @@ def unmoved(module: nn.Module) -> Iterator[None]:
     """Yield while a module runs with copies of what it keeps, which are thrown away then."""
     # stand-ins of ours keep what they are given, to be read afterwards
     parts = [m for m in module.modules() if not type(m).__module__.startswith("lipbound.")]
-    owns = [_state(part) for part in parts]
-    held = [{k: v for k, v in own.items() if not isinstance(v, SHARED)} for own in owns]
+    owns = [dict(vars(part)) for part in parts]
+    held = [{k: v for k, v in own.items() if _is_state(k, v)} for own in owns]
     for part, copied in zip(parts, copied_state(held), strict=True):
         vars(part).update(copied)
     try:
         yield
     finally:
         for part, own in zip(parts, owns, strict=True):
-            for name in _state(part).keys() - own.keys():
-                del vars(part)[name]
+            vars(part).clear()
             vars(part).update(own)
 
 
-def _state(module: nn.Module) -> dict[str, Any]:
-    own = vars(module)  # Accelerate keeps all weights under _hf_
-    return {name: own[name] for name in own.keys() - TORCHS if not name.startswith("_hf_")}
+def _is_state(name: str, value: Any) -> bool:
+    # Accelerate keeps all weights under _hf_
+    return name not in TORCHS and not name.startswith("_hf_") and not isinstance(value, SHARED)
 
 
 def copied_state(value: Any, memo: dict[int, Any] | None = None, depth: int = DEEP) -> Any:
