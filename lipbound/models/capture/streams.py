@@ -181,7 +181,7 @@ def of_stream(call: Call, stream: str, padding: "Padding") -> Call:
 
 
 def hidden_keys(call: Call) -> Tensor | None:
-    """Return which keys no query may attend to, (samples, M) bool; None where that is not known."""
+    """Return which keys no query may attend to, (samples, M) bool; None for none that is known."""
     scores, samples = call.additive(), len(call.q)
     if call.way == BY_HAND:
         scores = call.scores
@@ -191,10 +191,9 @@ def hidden_keys(call: Call) -> Tensor | None:
         scores = scores.reshape(samples, -1, *scores.shape[-2:])
     if scores is None:
         return None
-    low = (scores <= HIDDEN).all(-2)
-    while low.ndim > 2:
-        low = low.all(-2)
-    return low.expand(samples, -1)
+    low = (scores if scores.ndim > 2 else scores[None]) <= HIDDEN
+    hidden = low.flatten(1, -2).all(1).expand(samples, -1)
+    return hidden if bool(hidden.any()) else None
 
 
 class Padding:
@@ -215,8 +214,7 @@ class Padding:
         self._marked = any(t.ndim == 2 and bool((t == 0).any()) for t in masks)
         self._known: dict[tuple[str, int, int], Tensor] = {}
         for call in calls if self._marked else ():
-            hidden = hidden_keys(call)
-            if hidden is not None and bool(hidden.any()):
+            if (hidden := hidden_keys(call)) is not None:
                 self._known.setdefault((_stack_of(call), *hidden.shape), ~hidden)
             call.valid_keys = self.of_keys(call, len(call.q), call.k.shape[-2])
             call.valid_rows = call.valid_keys
@@ -224,9 +222,7 @@ class Padding:
     def of_keys(self, call: Call, samples: int, tokens: int) -> Tensor | None:
         """Return which keys of a call are no padding, (samples, tokens), or None for all."""
         hidden = hidden_keys(call) if self._marked else None
-        if hidden is None or hidden.shape != (samples, tokens) or not bool(hidden.any()):
-            return None
-        return ~hidden
+        return None if hidden is None or hidden.shape != (samples, tokens) else ~hidden
 
     def of_queries(self, call: Call, samples: int, tokens: int) -> Tensor | None:
         """Return which queries of a cross-attention are no padding, or None for all.

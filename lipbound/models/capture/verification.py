@@ -177,7 +177,7 @@ def about_padding(calls: Collection[Call]) -> list[str]:
         hidden, given = hidden_keys(call), call.given_mask
         if hidden is None:
             hidden = torch.zeros(call.x.shape[:2], dtype=torch.bool, device=call.x.device)
-        elif call.valid_keys is None and bool(hidden.any()):
+        elif call.valid_keys is None:
             unseen.append(call.name)
         if given is not None and given.shape == hidden.shape:
             attended += [call.name] if bool(((given == 0) & ~hidden).any()) else []

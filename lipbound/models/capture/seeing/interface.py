@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import checkpoint
-from transformers import AttentionMaskInterface, PretrainedConfig
+from transformers import AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -223,9 +223,14 @@ def plain_attention(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def attention_configs(modules: Iterable[nn.Module]) -> list[Any]:
-    """Return configurations of modules, and those inside them, that name an attention function."""
+    """Return configurations that name attention functions of models which can change theirs.
+
+    Args:
+        modules: some of which are such models.
+    """
     found: dict[int, Any] = {}
-    left = [getattr(module, "config", None) for module in modules]
+    models = (m for m in modules if isinstance(m, PreTrainedModel))
+    left: list[Any] = [m.config for m in models if m._can_set_attn_implementation()]
     for config in left:
         if hasattr(config, ATTRIBUTE) and id(config) not in found:
             found[id(config)] = config
