@@ -18,7 +18,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import lipbound as lb
-from lipbound.models.batch_logits import largest_logits
+from lipbound.models.training import largest_logits
 from lipbound.runs.monitor import write_steps
 from lipbound.schema import OF_WEIGHTS
 

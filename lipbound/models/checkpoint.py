@@ -1,19 +1,35 @@
-"""A loaded model, how it was asked for, and a batch of inputs for its forward pass."""
+"""A model with where it came from and how it was asked for, and batches of inputs for it.
 
+A model in memory is taken out of wrappers: checkpoints of ours, those of torch and PEFT, pipelines
+and sentence encoders. Weights in memory are checked here, wherever they come from, and hashes tell
+them apart.
+"""
+
+import copy
 import hashlib
 import inspect
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import AutoImageProcessor, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from torch import Tensor, fx, nn
+from torch._ops import OpOverload
+from transformers import (
+    AutoImageProcessor,
+    AutoTokenizer,
+    Pipeline,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.module_attention import ModuleAttention
-from lipbound.errors import CheckpointError, InputsError
+from lipbound.errors import CaptureError, CheckpointError, InputsError, shown, tell
+from lipbound.models import weight_files
 from lipbound.models.other_libraries import explained, quiet
 from lipbound.models.weight_files import gguf_read_once
 
@@ -45,6 +61,15 @@ ONLY_FOR = {
     "adapter": "merge it into the model in memory (peft.PeftModel.from_pretrained)",
 }
 """Options that few kinds of checkpoints take, and which do, or what to do instead."""
+
+DEPTH = 8
+"""Wrappers around wrappers that are taken off."""
+WITHOUT_EFFECT = (
+    "transformers_version dtype torch_dtype architectures use_cache output_attentions "
+    "output_hidden_states return_dict id2label label2id problem_type finetuning_task "
+    "task_specific_params quantization_config"
+)
+"""Keys of a configuration that do not change a forward pass without a cache."""
 
 
 @dataclass(frozen=True)
@@ -144,8 +169,7 @@ class Checkpoint:
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the weights."""
-        floating = (p.dtype for p in self.model.parameters() if p.is_floating_point())
-        return next(floating, torch.float32)
+        return dtype_of(self.model)
 
     @property
     def config(self) -> PretrainedConfig:
@@ -313,3 +337,245 @@ def unmarked_padding(model: Any, batch: Mapping[str, Tensor]) -> list[str]:
     what = f"{found} of {len(ids)} samples end or begin with the model's padding token ({pad})"
     said = f"{what} and have no attention_mask, so it counts as text; give the tokenizer's mask"
     return [said] if found else []
+
+
+def load_loaded(model: object, options: LoadOptions) -> Checkpoint | None:
+    """Make a checkpoint of a transformers model, or of any module, in memory, or in a wrapper.
+
+    Args:
+        model: used as it is and moved; a copy of it where its weights are in another dtype. Of a
+            `Checkpoint` the name and the revision stay, so that its numbers are known to be of the
+            same weights.
+        options: dtype and device.
+
+    Returns:
+        The checkpoint; None where there is no module.
+
+    Raises:
+        CheckpointError: weights that are, or should be, on disk, quantised or not finite.
+    """
+    inner, notes = unwrapped(model)
+    if not isinstance(inner, nn.Module):
+        return None
+    kind = type(inner).__name__
+    options.refuse_given("a model in memory")
+    if weight_files.is_offloaded(inner):
+        raise CheckpointError(f"the weights of {kind} are on disk; give its directory or hub id")
+    loaded, changes = in_dtype(inner, options.dtype)
+    notes += changes
+    loaded = loaded.to(options.device)  # some modules take it by position only
+    weight_files.check_weights(loaded, kind)
+    if isinstance(model, Checkpoint):
+        return replace(model, model=loaded, loaded=True, notes=[*model.notes, *notes])
+    commit = getattr(getattr(loaded, "config", None), "_commit_hash", None)
+    return _described(loaded, weight_files.state_sha256(loaded), commit=commit, notes=notes)
+
+
+def in_training(model: object, tokenizer: str | None = None) -> Checkpoint:
+    """Describe a model that is being trained, whose weights say nothing about what it will be.
+
+    Args:
+        model: a module, or a wrapper of one; it stays as it is and where it is.
+        tokenizer: directory or hub id, in place of the model's own.
+
+    Raises:
+        CaptureError: it is no module.
+        CheckpointError: its weights are no floating-point numbers.
+    """
+    inner = bare_module(model)
+    weight_files.check_floating(inner, type(inner).__name__)
+    return _described(inner, "in training", tokenizer_from=tokenizer)
+
+
+def _described(model: nn.Module, revision: str, **others: Any) -> Checkpoint:
+    """Return the checkpoint of a module in memory, which a transformers model says more of."""
+    known = isinstance(model, PreTrainedModel)
+    source = (str(model.name_or_path) or None) if known else None
+    said = config_sha256(model.config) if known else weight_files.hashed(repr(model).encode())
+    name = source or type(model).__name__
+    return Checkpoint(model, name, revision, source, loaded=True, configuration=said, **others)
+
+
+def unwrapped(given: object) -> tuple[object, list[str]]:
+    """Take all wrappers off an object.
+
+    Args:
+        given: anything.
+
+    Returns:
+        What is inside, and sentences on what was left out on the way.
+
+    Raises:
+        CaptureError: that is a traced program.
+    """
+    notes: list[str] = []
+    for _ in range(DEPTH):
+        inner, note = _inside(given)
+        if inner is None:
+            break
+        notes += [note] if note else []
+        given = inner
+    traced = isinstance(graph := getattr(given, "graph", None), fx.Graph) and any(
+        isinstance(node.target, OpOverload) for node in graph.nodes
+    )
+    if traced or isinstance(given, torch.jit.ScriptModule):
+        what = f"the {type(given).__name__} is a traced program (torch.jit, torch.export)"
+        raise CaptureError(f"{what}, into which nobody sees; give the module that it was made of")
+    return given, notes
+
+
+def bare_module(given: object, tells: bool = True, kind: type = nn.Module) -> Any:
+    """Return the transformers model, or else the module, inside what a public function was given.
+
+    Args:
+        given: a module, a wrapper of one, or a checkpoint.
+        tells: whether notices tell what was left out, which may have been told before.
+        kind: of module that is wanted.
+
+    Returns:
+        The module itself.
+
+    Raises:
+        CaptureError: there is none.
+    """
+    model, notes = unwrapped(given)
+    if not isinstance(model, kind):
+        other = ", any torch.nn.Module," if kind is nn.Module else ""
+        kinds = f"a loaded transformers model{other} or what lipbound.load_checkpoint returns"
+        raise CaptureError(f"model is {shown(given)}; give {kinds}")
+    tell(*(notes if tells else ()))
+    return model
+
+
+def named_inputs(model: nn.Module, inputs: object) -> dict[str, Tensor]:
+    """Return inputs by the names of the parameters of a model's forward.
+
+    Those of `lipbound.prepare` come to its device. A tensor, or several, are given the names of the
+    first parameters of ``forward``.
+
+    Raises:
+        CaptureError: there are no tensors among them, or more than ``forward`` has names for.
+    """
+    if isinstance(inputs, Inputs):
+        tensors = (*model.parameters(), *model.buffers())
+        device = next((tensor.device for tensor in tensors if not tensor.is_meta), "cpu")
+        inputs = inputs.block(0, inputs.samples, str(device))
+    if isinstance(inputs, Tensor):
+        inputs = (inputs,)
+    if isinstance(inputs, tuple | list) and any(isinstance(t, Tensor) for t in inputs):
+        with suppress(TypeError):  # they are more than it takes
+            inputs = inspect.signature(model.forward).bind_partial(*inputs).arguments
+    if not isinstance(inputs, Mapping) or not any(isinstance(t, Tensor) for t in inputs.values()):
+        kinds = "tensors that its forward takes, such as tokenizer(text, return_tensors='pt')"
+        raise CaptureError(f"inputs is {shown(inputs)}; give {kinds}")
+    return {str(name): value for name, value in inputs.items()}
+
+
+def taken(model: nn.Module, inputs: object) -> dict[str, Tensor]:
+    """Return inputs as a model's forward takes them: named, floating-point ones in its dtype."""
+    dtype, named = dtype_of(model), named_inputs(model, inputs)
+    numbers = (n for n, t in named.items() if isinstance(t, Tensor) and t.is_floating_point())
+    return named | {name: named[name].to(dtype) for name in numbers}
+
+
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """Return the dtype of a model's weights."""
+    floating = (p.dtype for p in model.parameters() if p.is_floating_point())
+    return next(floating, torch.float32)
+
+
+def _inside(given: Any) -> tuple[object | None, str]:
+    """Take one wrapper off.
+
+    Args:
+        given: anything.
+
+    Returns:
+        The content (None for what is no wrapper), and a sentence on what is lost without the
+        wrapper, or "".
+    """
+    kind, configs = type(given).__name__, getattr(given, "peft_config", None)
+    if isinstance(given, Checkpoint | Pipeline):
+        return given.model, ""
+    if isinstance(given, type | PreTrainedModel):
+        return None, ""
+    if isinstance(inner := getattr(given, "_orig_mod", None), nn.Module):  # torch.compile
+        return inner, ""
+    if isinstance(given, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        return given.module, ""
+    if hasattr(given, "get_base_model") and isinstance(configs, Mapping):
+        prompts = [one for one in configs.values() if getattr(one, "is_prompt_learning", False)]
+        learned = ", ".join(str(one.peft_type).rpartition(".")[2] for one in prompts)
+        left_out = f"the tokens that {kind} learned in front of its inputs ({learned}) are left out"
+        return given.get_base_model(), left_out if learned else ""
+    first, *others = given if isinstance(given, nn.Sequential) and len(given) else [None]
+    if isinstance(inner := getattr(first, "auto_model", None), nn.Module):  # SentenceTransformer
+        after = ", ".join(type(part).__name__ for part in others)
+        left_out = f"what comes after the transformer of the {kind} ({after}) is left out"
+        return inner, left_out if after else ""
+    if isinstance(inner := getattr(given, "model", None), PreTrainedModel):
+        name = type(inner).__name__
+        return inner, f"the {name} inside the {kind} is measured, and nothing around it"
+    return None, ""
+
+
+def in_dtype(model: nn.Module, dtype: torch.dtype | None = None) -> tuple[Any, list[str]]:
+    """Return a model whose weights are all in one dtype.
+
+    Args:
+        model: stays as it is.
+        dtype: torch.float32 or torch.float64; None for the model's own where it is one of these,
+            else the smaller that holds its numbers.
+
+    Returns:
+        The model itself where its weights are in that dtype, else a copy; and a sentence on the
+        copy where there is something to tell.
+    """
+    weight_files.check_floating(model, type(model).__name__)
+    found = {parameter.dtype for parameter in model.parameters()}
+    wanted = dtype or (torch.float64 if torch.float64 in found else torch.float32)
+    if found <= {wanted}:
+        return model, []
+    copied = copy.deepcopy(model).to(wanted)
+    if found == {torch.float32}:
+        return copied, []
+    theirs = " and ".join(sorted(str(one).removeprefix("torch.") for one in found))
+    rounded = wanted == torch.float32 and torch.float64 in found
+    same = "rounded; dtype='float64' keeps its numbers" if rounded else "with the same numbers"
+    mine = str(wanted).removeprefix("torch.")
+    note = f"the model's weights are in {theirs}; a copy of it in {mine} is measured, {same}"
+    return copied, [note]
+
+
+def measurable(given: object, kind: type = nn.Module) -> Any:
+    """Return the model inside what a public function was given, as it can be measured.
+
+    Args:
+        given: as of `bare_module`; CheckpointError is raised where weights are no floating-point
+            numbers in memory.
+        kind: of module that is wanted.
+
+    Returns:
+        The model, or a copy in float32 of one in half precision, which a notice tells of.
+    """
+    model, notes = in_dtype(bare_module(given, kind=kind))
+    tell(*notes)
+    return model
+
+
+def config_sha256(config: PretrainedConfig) -> str:
+    """Return "sha256:" and the hash of what a configuration says beyond its class's defaults.
+
+    That is positions, windows, epsilons and the like, which weights do not tell.
+    """
+
+    def kept(said: dict[str, Any]) -> dict[str, Any]:
+        return {
+            str(key): kept(value) if isinstance(value, dict) else value
+            for key, value in said.items()
+            if key not in WITHOUT_EFFECT.split() and not str(key).startswith("_")
+        }
+
+    return weight_files.hashed(
+        json.dumps(kept(config.to_diff_dict()), sort_keys=True, default=str).encode()
+    )

@@ -21,10 +21,10 @@ from lipbound.models.checkpoint import (
     POSITION_IDS,
     Checkpoint,
     Inputs,
+    named_inputs,
     text_part,
     unmarked_padding,
 )
-from lipbound.models.in_memory import named_inputs
 from lipbound.models.loading import SAMPLE, GivenLayers
 from lipbound.models.other_libraries import explained
 from lipbound.models.readers import DEFAULT_LENGTH, READERS, Selection, is_sentence, there

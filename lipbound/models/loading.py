@@ -33,8 +33,7 @@ from lipbound.errors import CheckpointError, knows_options, name_or_none, shown,
 from lipbound.models import weight_files
 from lipbound.models.capture.capture import Capturer, LayerCapture
 from lipbound.models.catalogue import BUILTINS, PREFIX, known_builtin
-from lipbound.models.checkpoint import AnyModel, Checkpoint, LoadOptions
-from lipbound.models.in_memory import check_floating, check_weights, load_loaded, state_sha256
+from lipbound.models.checkpoint import AnyModel, Checkpoint, LoadOptions, load_loaded
 from lipbound.models.other_libraries import answers, explained, first_line, quiet, temporarily
 from lipbound.models.readers import is_path
 from lipbound.models.weight_files import TensorRef
@@ -113,7 +112,7 @@ def load_layers(model: Any, options: LoadOptions) -> Checkpoint | None:
     made, name = GivenLayers(tuple(brought)), f"{len(model)} layer{'s' * (len(model) > 1)}"
     if len(set(made.samples)) > 1:
         raise CheckpointError(f"layers must have as many samples each; these have {made.samples}")
-    return Checkpoint(made, name, state_sha256(made), None, loaded=True, notes=notes)
+    return Checkpoint(made, name, weight_files.state_sha256(made), None, loaded=True, notes=notes)
 
 
 class GivenCapturer(Capturer):
@@ -405,7 +404,7 @@ def load_folder(name: str, folder: Path, commit: str | None, options: LoadOption
     else:
         how = how or ask_for_floats(config, name, stored)
         model = _load_whole(name, folder, config, how, gguf)
-        check_floating(model, name)
+        weight_files.check_floating(model, name)
         if how is None:
             check_stored(stored, model, name)
         model = model.to(dtype=options.dtype)
@@ -413,7 +412,7 @@ def load_folder(name: str, folder: Path, commit: str | None, options: LoadOption
             merged.merge(model)
         model = model.to(device=options.device)
     if not (layers and options.lazy):
-        check_weights(model, name)
+        weight_files.check_weights(model, name)
     revision = weight_files.sha256(files) if commit is None or gguf else commit
     config_sha = None if commit or gguf else weight_files.sha256([folder / "config.json"])
     checkpoint = Checkpoint(model.eval(), name, revision, str(folder), commit, by_layer=layers)

@@ -1,12 +1,12 @@
 """Other libraries: bars and warnings silenced, errors explained, attributes changed for a while."""
 
-import logging
 import os
 import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from logging import CRITICAL, ERROR, getLogger
 from typing import Any
 
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -16,6 +16,8 @@ from lipbound.errors import LipboundError
 
 VERBOSE = "LIPBOUND_VERBOSE"
 """Environment variable that lets other libraries speak, where it is set to anything."""
+SILENCED = {"transformers": ERROR, "datasets": CRITICAL, "huggingface_hub": CRITICAL}
+"""Libraries whose loggers are silenced, and the least level at which they may still speak."""
 
 
 @contextmanager
@@ -29,18 +31,15 @@ def quiet() -> Iterator[None]:
         return
     with ExitStack() as afterwards, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        datasets_logging: Any = sys.modules.get("datasets.utils.logging")
-        for speaker in filter(None, (transformers_logging, datasets_logging)):
-            afterwards.callback(speaker.set_verbosity, speaker.get_verbosity())
+        for name in SILENCED.keys() & sys.modules.keys():
+            logger = getLogger(name)
+            afterwards.callback(logger.setLevel, logger.level)
+            logger.setLevel(SILENCED[name])
+        speakers: tuple[Any, ...] = transformers_logging, sys.modules.get("datasets.utils.logging")
+        for speaker in filter(None, speakers):
             if speaker.is_progress_bar_enabled():
                 afterwards.callback(speaker.enable_progress_bar)
             speaker.disable_progress_bar()
-        retries = logging.getLogger("huggingface_hub")
-        afterwards.callback(retries.setLevel, retries.level)
-        transformers_logging.set_verbosity_error()
-        if datasets_logging is not None:
-            datasets_logging.set_verbosity(logging.CRITICAL)
-        retries.setLevel(logging.CRITICAL)
         yield
 
 

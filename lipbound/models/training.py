@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, __version__
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.scoring import BLOCKED
@@ -24,8 +25,7 @@ from lipbound.models.capture.rerun import relative_error
 from lipbound.models.capture.seeing import interface
 from lipbound.models.capture.seeing.follower import INTERFACE, Heads
 from lipbound.models.capture.seeing.recording import Call, ModuleRun, ModuleRuns
-from lipbound.models.checkpoint import MASK
-from lipbound.models.in_memory import bare_model
+from lipbound.models.checkpoint import MASK, bare_module
 from lipbound.models.other_libraries import temporarily
 
 TRAINING_ATTENTION = "lipbound-training"
@@ -44,6 +44,8 @@ ONE_MAP = ("c_attn", "qkv")
 """Names of one linear map onto queries, keys and values, in this order."""
 COUNTS = ("num_attention_heads", "num_heads", "n_heads")
 """Names under which a module keeps its number of heads."""
+QUERIES = 64
+"""Queries whose scores are computed at a time: these stay in a processor's cache."""
 BIASES = ("b_q", "b_k", "b_v")
 """Names of biases in `Attention`."""
 
@@ -249,7 +251,7 @@ def watched_attention(
     Raises:
         CaptureError: layers that do not exist, or a model ran and no attention was seen.
     """
-    inner = bare_model(model, tells=False)
+    inner = bare_module(model, False, PreTrainedModel)
     chosen = None if layers is None else frozenset(indices("layers", layers))
     if chosen is not None and min(chosen, default=0) < 0:
         raise CaptureError(f"layers is {shown(layers)}; count from 0, in the order they run in")
@@ -288,21 +290,17 @@ def _attending(model: PreTrainedModel, modules: Sequence[nn.Module]) -> Iterator
     Raises:
         CaptureError: it is to run a function of the user's own.
     """
-    given = [vars(module).get("config") for module in modules]
-    found = (inner for config in given for inner in interface.attention_configs(config))
-    configs, name = list({id(config): config for config in found}.values()), interface.ATTRIBUTE
-    if own := interface.own_names(configs):
-        what = f"{type(model).__name__} computes attention by {own[0][1]!r}, a function of your own"
+    configs = interface.attention_configs(modules)
+    names = [getattr(config, interface.ATTRIBUTE) for config in configs]
+    if own := [name for name in names if interface.own_function(name) is not None]:
+        what = f"{type(model).__name__} computes attention by {own[0]!r}, a function of your own"
         instead = "set_attn_implementation('eager') is"
         raise CaptureError(f"{what}, which is not seen in training; {instead}")
     again = [module for module in modules if getattr(module, CHECKPOINTING, False)]
     if again and model.training:
         tell("gradient checkpointing is off while attention is watched, which takes memory")
-    with ExitStack() as stack, temporarily(CHECKPOINTING, False, *again):
-        for config in configs:
-            stack.callback(setattr, config, name, getattr(config, name))
-        if any(getattr(config, name) != TRAINING_ATTENTION for config in configs):
-            model.set_attn_implementation(TRAINING_ATTENTION)
+    through = temporarily(interface.ATTRIBUTE, TRAINING_ATTENTION, *configs)
+    with through, temporarily(CHECKPOINTING, False, *again):
         yield
 
 
@@ -366,7 +364,8 @@ def attention_layers(
         model: as of `attention_probabilities`.
         layers: as of `attention_probabilities`.
     """
-    known = {id(p.module): p for p in projections(bare_model(model, tells=False))}
+    found = projections(bare_module(model, False, PreTrainedModel))
+    known = {id(p.module): p for p in found}
     result: list[Attention] = []
     with watched_attention(model, layers, [p.module for p in known.values()]) as watch:
         yield result
@@ -495,3 +494,88 @@ def _check(att: Attention, call: Call, sample: int) -> None:
             what = f"does more to its {name} than project its input (off by {off:.1e})"
             said = f"{type(call.module).__name__} {what}, or is cross-attention"
             raise CaptureError(f"{said}, so its bound has no gradient")
+
+
+class BatchLogits:
+    """Largest logits of heads, from queries and keys of the passes of a model in training mode.
+
+    Hooks have the attention function, while one of the layers runs, hand on what it is given; it
+    computes what it computes without them. No scores are kept, and all are in the model's dtype.
+    For torch below 2.5 padding at the left would count: transformers has it attend to all there.
+
+    Args:
+        layers: modules of transformers that call the attention function "sdpa".
+
+    Attributes:
+        found: by identities of modules, (heads,).
+        is_watching: whether passes are looked at.
+        hooks: to be closed, which removes them.
+
+    Raises:
+        CaptureError: they call another one, or torch is older.
+    """
+
+    def __init__(self, layers: Iterable[Any]):
+        self.found, self.is_watching = dict[int, Tensor](), False
+        self.hooks, self._running = ExitStack(), ExitStack()
+        for layer in layers:
+            name = getattr(getattr(layer, "config", None), "_attn_implementation", None)
+            if name != "sdpa" or torch.__version__ < "2.5":
+                what = f"{type(layer).__name__} has {name}, with torch {torch.__version__}"
+                raise CaptureError(f"batch_logit needs attention 'sdpa' and torch 2.5, and {what}")
+            self.hooks.enter_context(layer.register_forward_pre_hook(self._enter))
+            self.hooks.enter_context(layer.register_forward_hook(self._leave, always_call=True))
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if self.is_watching and module.training:
+            known = ALL_ATTENTION_FUNCTIONS._local_mapping | {"sdpa": self._attend}
+            self._running.enter_context(
+                temporarily("_local_mapping", known, ALL_ATTENTION_FUNCTIONS)
+            )
+
+    def _leave(self, *_: Any) -> None:
+        self._running.close()
+
+    def _attend(
+        self, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kw: Any
+    ) -> Any:
+        """Look at a call of the attention function, and compute it."""
+        causal = kw.get("is_causal")
+        causal = getattr(module, "is_causal", True) if causal is None else causal
+        with torch.no_grad():
+            found = largest_logits(q, k, mask, kw.get("scaling"), causal)
+        self.found[id(module)] = torch.maximum(found, self.found.get(id(module), found))
+        return sdpa_attention_forward(module, q, k, v, mask, **kw)
+
+
+def largest_logits(
+    q: Tensor, k: Tensor, mask: Tensor | None, scale: float | None, is_causal: bool
+) -> Tensor:
+    """Return the largest scores of pairs that may attend to each other, (heads,), float32.
+
+    Args:
+        q: queries, (samples, heads, N, d).
+        k: keys, (samples, heads or fewer, M, d).
+        mask: True where attention is allowed, or numbers to be added; (samples or 1, heads or 1, N,
+            M), or None. Queries whose own key no query may attend to are padding, and do not count.
+        scale: factor of the scores; None for d^-0.5.
+        is_causal: as of scaled_dot_product_attention; without effect where there is a mask.
+    """
+    rows, keys = q.shape[-2], k.shape[-2]
+    causal = mask is None and is_causal and rows > 1
+    later = q.new_full((QUERIES, QUERIES), -torch.inf).triu(1)
+    if mask is not None:
+        seen = mask if mask.dtype == torch.bool else mask > BLOCKED
+        seen = seen & seen.any(-2, keepdim=True).mT if rows == keys else seen
+        mask = torch.zeros_like(seen, dtype=q.dtype).masked_fill_(~seen, -torch.inf)
+    q = (q * (q.shape[-1] ** -0.5 if scale is None else scale)).contiguous()
+    k, found = k.repeat_interleave(q.shape[1] // k.shape[1], 1), []
+    for i in range(0, rows, QUERIES):
+        end = i + QUERIES if causal else keys
+        scores = q[..., i : i + QUERIES, :] @ k[..., :end, :].mT
+        if causal:
+            scores[..., i:] += later[: scores.shape[-2], : scores.shape[-1] - i]
+        elif mask is not None:
+            scores += mask[..., i : i + QUERIES, :]
+        found.append(scores.amax((0, -2, -1)))
+    return torch.stack(found).amax(0).float()

@@ -34,6 +34,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import AutoModel, PretrainedConfig, PreTrainedModel
 
 from lipbound.errors import CaptureError, CheckpointError
@@ -49,6 +50,8 @@ HEADS_ONLY = ("pooler", "classifier", "lm_head", "score", "cls.", "qa_outputs", 
 """Parts of a model that attention does not depend on: weights missing there do not matter."""
 GGUF = ".gguf"
 """Ending of GGUF files."""
+PACKED = ("qweight", "weight_packed", "W_q", "qzeros")
+"""Buffers of layers that keep their weights in a form of their own."""
 OTHER_FORM = "its weights are stored in another form, to be joined or split; use weights='whole'"
 
 
@@ -148,6 +151,21 @@ def sha256(paths: Iterable[Path]) -> str:
     for path in paths:
         with path.open("rb") as stream:
             hashlib.file_digest(stream, lambda: digest)
+    return "sha256:" + digest.hexdigest()
+
+
+def state_sha256(model: nn.Module) -> str:
+    """Return "sha256:" and the hash over names and float32 values of a model in memory."""
+    entries = sorted(model.state_dict().items())
+    values = ((key.encode(), t.detach().cpu().contiguous().float().numpy()) for key, t in entries)
+    return hashed(*(part for pair in values for part in pair))
+
+
+def hashed(*parts: Any) -> str:
+    """Return "sha256:" and the hash over bytes, one part after the other."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
     return "sha256:" + digest.hexdigest()
 
 
@@ -444,13 +462,68 @@ def is_offloaded(module: nn.Module) -> bool:
     return bool(_kept(module))
 
 
-def on_disk(model: nn.Module) -> dict[str, TensorRef]:
-    """Return the places of parameters that stay on disk, by their names in the model."""
-    return {
-        f"{prefix}.{name}".lstrip("."): stored
-        for prefix, _, keeper in _kept(model)
-        for name, stored in keeper.stored.items()
-    }
+def check_weights(model: nn.Module, name: str) -> None:
+    """Refuse weights and buffers, in memory or on disk, that are NaN or infinite.
+
+    A buffer in memory may hold -inf, as masks do.
+
+    Args:
+        model: as it was loaded.
+        name: what the user called it.
+
+    Raises:
+        CheckpointError: one of them is not finite; the message names it. Or a file is gone.
+    """
+    buffers, tensors = {key for key, _ in model.named_buffers()}, model.state_dict().items()
+    memory = {key: t for key, t in tensors if isinstance(t, Tensor) and not t.is_meta}
+    found = {"": torch.zeros(2)} | {key: extremes(t) for key, t in memory.items()}
+    for prefix, _, keeper in _kept(model):
+        for key, stored in keeper.stored.items():
+            found[f"{prefix}.{key}".lstrip(".")] = extremes(stored.read())
+    *_, last = found.values()
+    ends = torch.stack([both.to(last.device) for both in found.values()]).tolist()
+    for key, (low, high) in zip(found, ends, strict=True):
+        if not (high < torch.inf and (low > -torch.inf or (key in buffers and low == -torch.inf))):
+            raise CheckpointError(f"the weights of {name} have NaN or infinite numbers, in {key}")
+
+
+def check_floating(model: nn.Module, name: str) -> None:
+    """Refuse a model whose weights are not all floating-point numbers in memory or on disk.
+
+    Numbers of one byte are taken for none: what they stand for depends on scales that are kept
+    beside them. Layers that keep packed weights have no derivatives, or wrong ones, however right
+    their outputs are.
+
+    Args:
+        model: as it was loaded.
+        name: what the user called it.
+
+    Raises:
+        CheckpointError: quantised layers, whole numbers, or weights that were never loaded.
+    """
+    for key, value in (*model.state_dict(keep_vars=True).items(), *model.named_parameters()):
+        packed, weight = _packed(key, value), isinstance(value, nn.Parameter)
+        if packed or (weight and (not value.is_floating_point() or value.dtype.itemsize == 1)):
+            kind = "quantized" if packed else str(value.dtype).removeprefix("torch.")
+            what = f"are not all floating-point: {key} is {kind}, and has no true derivatives"
+            instead = "give the model before quantization, or what model.dequantize() makes of it"
+            raise CheckpointError(f"the weights of {name} {what}; {instead}")
+        if weight and value.is_meta and not is_offloaded(model):
+            what = f"are not in memory ({key} is on the device meta)"
+            raise CheckpointError(f"the weights of {name} {what}; load them")
+
+
+def _packed(key: str, value: object) -> bool:
+    """Return whether an entry of a state dict holds packed weights of a quantised layer.
+
+    That is one of torch's int8 layers, GPTQ, AWQ, compressed-tensors, HQQ, quanto or torchao.
+    """
+    if not isinstance(value, torch.Tensor):
+        return "packed" in key and value is not None
+    named = key.rpartition(".")[2] in PACKED
+    any_one: Any = value  # tensors made of others, but for those of several devices
+    other = is_traceable_wrapper_subclass(any_one) and type(any_one).__name__ != "DTensor"
+    return value.is_quantized or other or (named and not value.is_floating_point())
 
 
 @contextmanager

@@ -24,10 +24,10 @@ from lipbound.bounds import registry
 from lipbound.devices import in_own_modes, versions
 from lipbound.errors import CheckpointError, LipboundError, tell
 from lipbound.jacobians.maps import WHOLE, map_words
+from lipbound.models import weight_files
 from lipbound.models.capture.verification import most_padded
-from lipbound.models.checkpoint import AnyModel, Inputs, LoadOptions
+from lipbound.models.checkpoint import AnyModel, Inputs, LoadOptions, in_training
 from lipbound.models.head_weights import head_weights
-from lipbound.models.in_memory import in_training, state_sha256
 from lipbound.models.inputs import prepare
 from lipbound.models.loading import Checkpoint, load_checkpoint, load_named
 from lipbound.runs import measure, store
@@ -546,7 +546,7 @@ def weight_norms(model: AnyModel, *, out: str | Path | None = None) -> xr.Datase
     else:
         checkpoint = in_training(model)
         if not checkpoint.model.training:
-            checkpoint.revision = state_sha256(checkpoint.model)
+            checkpoint.revision = weight_files.state_sha256(checkpoint.model)
     layers, found = list[LayerInfo](), list[LayerResult]()
     for name, projections, scale in head_weights(checkpoint.model):
         if not all(bool(t.isfinite().all()) for t in projections):

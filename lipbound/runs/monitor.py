@@ -22,11 +22,10 @@ from lipbound import errors, schema
 from lipbound.devices import in_own_modes
 from lipbound.errors import LipboundError, StoreError, shown, tell, whole
 from lipbound.formatting import counted
-from lipbound.models.batch_logits import BatchLogits
+from lipbound.models.checkpoint import bare_module, in_dtype, in_training
 from lipbound.models.head_weights import head_weights
-from lipbound.models.in_memory import bare_module, in_dtype, in_training
 from lipbound.models.inputs import prepare
-from lipbound.models.training import uncompiled
+from lipbound.models.training import BatchLogits, uncompiled
 from lipbound.runs import compare
 from lipbound.runs.checksums import sealed, settings_checksum
 from lipbound.runs.config import READING, RunConfig
@@ -76,7 +75,7 @@ class Monitor:
         extras, tau: as in `lipbound.compare`; the largest logit is always there. ``batch_logit`` is
             that of all samples of the batches that the model was given in training mode since
             ``step`` was called last, seen by hooks as its own passes compute them, in its dtype
-            (`lipbound.models.batch_logits`).
+            (`lipbound.models.training.BatchLogits`).
         map, norm, layers, tol, seed: as in `lipbound.compare`.
         delta: failure probability of all upper ends ``exact_upper`` of one step; None or 0, the
             default, for lower ends alone.

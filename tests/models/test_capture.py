@@ -104,7 +104,7 @@ def test_positions_that_differ_between_samples_are_refused():
     plain = lb.spectral_norm(capture(model, inputs_for(model))[0], tol=1e-6).lower
     check(layers[0], plain, sample=slice(None), tol=1e-6, rtol=1e-4)
     positions[1] += torch.arange(9)
-    with pytest.raises(CaptureError, match="is given samples with different positions"):
+    with pytest.raises(CaptureError, match="is given samples of different positions"):
         capture(model, {**inputs_for(model), "position_ids": positions})
 
 

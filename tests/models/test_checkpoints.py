@@ -65,7 +65,7 @@ REMEDIES = {
 def test_packaged_builtins_with_other_weights_or_without_package(name, monkeypatch):
     sha256, remedy = REMEDIES[name]
     packaged = BUILTINS[name]
-    digest = weight_files.sha256([packaged.place(name) / packaged.weights])
+    digest = weight_files.sha256([packaged.place(name) / (packaged.gguf or "model.safetensors")])
     packaged.check(digest)
     other = replace(packaged, sha256="0" * 64)
     refused(lambda: other.check(digest), f"sha256:{sha256}", error=lb.errors.CheckpointError)

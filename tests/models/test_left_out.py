@@ -173,6 +173,33 @@ def test_layers_that_share_their_attention_are_all_found():
     assert (count, "was found in 3 of 4 layers in parts" in notes[0]) == (3, True)
 
 
+class Beside(nn.Module):
+    """Attention and something else beside it, as one layer."""
+
+    def __init__(self, other):
+        super().__init__()
+        self.attention, self.other = plain(), other()
+
+    def forward(self, x):
+        return self.attention(x) + self.other(x)
+
+
+class Cumulative(nn.Module):
+    """A mean over the tokens so far."""
+
+    def forward(self, x):
+        return x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None]
+
+
+@pytest.mark.parametrize("other", [Convolution, Cumulative, lambda: OwnAttention(sigmoid)])
+def test_layers_that_mix_tokens_by_more_than_attention_say_so(other):
+    beside, both = partial(Beside, other), partial(Beside, plain)
+    count, notes = said(Model(both, beside, beside))
+    (told,) = (one for one in notes if "also mix tokens by other means" in one)
+    assert (count, told[:32]) == (4, "layers such as parts.1 (Beside) ")
+    assert said(Model(partial(Beside, Gated), both, plain)) == (4, [])
+
+
 def talking(h, q, k, v):
     scores = torch.einsum("hg,bhnm->bgnm", h.mix, torch.einsum("bhnd,bhmd->bhnm", q, k))
     return torch.einsum("hg,bhnm->bgnm", h.mix, scores.softmax(-1)) @ v

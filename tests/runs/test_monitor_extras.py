@@ -15,7 +15,7 @@ from support.trainers import IDS, NO_DROPOUT, train
 
 import lipbound as lb
 from lipbound.errors import Notice
-from lipbound.models.batch_logits import largest_logits
+from lipbound.models.training import largest_logits
 from lipbound.reporting.labels import run_caption, step_words
 from lipbound.runs.checksums import edited
 from lipbound.schema import OF_WEIGHTS

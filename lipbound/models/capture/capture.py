@@ -8,15 +8,14 @@ forward pass, and that pass against a second one through the model's untouched e
 """
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
-from transformers import PreTrainedModel
 
 from lipbound import errors
 from lipbound.attention.layer import Attention
@@ -29,8 +28,7 @@ from lipbound.models.capture.probing import ProbedWeights, Turns, probe, read_sc
 from lipbound.models.capture.seeing import interface, recording
 from lipbound.models.capture.seeing.recording import Call, ModuleRun, moved
 from lipbound.models.capture.streams import Padding, of_stream, stream_names, through_module
-from lipbound.models.checkpoint import Checkpoint, Inputs, unmarked_padding
-from lipbound.models.in_memory import bare_module, measurable, named_inputs
+from lipbound.models.checkpoint import Checkpoint, Inputs, measurable, taken, unmarked_padding
 from lipbound.models.weight_files import is_offloaded
 from lipbound.schema import INPUT
 
@@ -92,8 +90,6 @@ class Capturer:
     _verified: set[tuple[bool, str, int]] = field(default_factory=set)
     """Calls that were compared: whether they have padding, the module, and its calls before."""
     _told: set[tuple[str, str]] = field(default_factory=set)
-    _work: float = 0.0
-    """Floating-point operations of a forward pass."""
 
     def run(self, inputs: Mapping[str, Tensor] | Inputs) -> list[LayerCapture]:
         """Return the attention of every (chosen) layer, in the model's dtype; see `each`.
@@ -116,53 +112,52 @@ class Capturer:
             inputs: what the model's forward takes.
             skip: positions, among the chosen layers, of those that are left out.
         """
-        inputs = interface.taken(self.model, inputs)
+        inputs = taken(self.model, inputs)
+        work, layers = forward_work(self.model, inputs), self._each(inputs, skip)
+
+        def following() -> LayerCapture | None:
+            with threads_for(work):
+                return next(layers, None)
+
         try:
-            yield from self._each(inputs, skip)
+            yield from iter(following, None)
         except UnfaithfulPassError:  # raised before the first layer
             if self._name is interface.AS_SDPA:
                 raise
             self._name = interface.AS_SDPA
-            yield from self._each(inputs, skip)
+            yield from self.each(inputs, skip)
 
     def _each(self, inputs: dict[str, Tensor], skip: Collection[int]) -> Iterator[LayerCapture]:
-        self._work = forward_work(self.model, inputs)
         wanted = filter(verification.may_normalise, self.model.modules() if self.around else ())
-        with self._recording():
+        seen = partial(interface.implementation, self.model, self._name)
+        with seen():
             calls, around, notes = recording.record(self.model, inputs, wanted=[*wanted])
+            notes += verification.about_mixing(calls) if self.count is None else []
             if (home := measuring_device(calls[0].q.device)) != calls[0].q.device:
                 there = partial(moved, device=home, copies={})
                 calls, around = tree_map(there, (calls, around))
             rows = [(call, stream) for call in calls for stream in stream_names(call)]
             self.count = len(rows)
-            every = enumerate(self._chosen(self.count))
-            chosen = [i for position, i in every if position not in skip]
+            chosen = [i for k, i in enumerate(self._chosen(self.count)) if k not in skip]
             padding = Padding([call for call, stream in rows if stream == INPUT], inputs)
-            of_chosen = [call for call in calls if any(rows[i][0] is call for i in chosen)]
-            self._check_pass(inputs, of_chosen)
+            self._check_pass(inputs, dict.fromkeys(rows[i][0] for i in chosen))
             closed = {i: self._closed(*rows[i], padding) for i in chosen}
             plain = [call for call in closed.values() if call.sides == "qkv" and not call.reason]
             notes += verification.about_positions(inputs)
             self._note(*notes, *verification.about_padding(plain))
             ahead = [] if is_offloaded(self.model) else chosen
-            weights = {i: self._read(i, closed[i]) for i in ahead}
+            weights = {i: _tried(self._read, closed[i], i) for i in ahead}
         for i in chosen:
             if i not in ahead:
-                with self._recording():
-                    weights = {i: self._read(i, closed[i])}
+                with seen():
+                    weights = {i: _tried(self._read, closed[i], i)}
                 self.release()  # weights of such models are many
-            with threads_for(self._work), torch.no_grad():
-                layer = self._in_closed_form(i, closed[i], weights[i], around)
+            with torch.no_grad():
+                layer = _tried(self._in_closed_form, closed[i], i, weights[i], around)
             if layer is None:
-                with self._recording():
+                with seen():
                     layer = self._automatic(i, *rows[i], closed[i].reason, padding)
             yield layer
-
-    @contextmanager
-    def _recording(self) -> Iterator[None]:
-        """See attention of the model, and of copies of it, on as many threads as it is worth."""
-        with threads_for(self._work), interface.implementation(self.model, self._name):
-            yield
 
     def _closed(self, call: Call, stream: str, padding: Padding) -> Call:
         """Return a call as it may have a closed form in a stream, or with the reason why not.
@@ -170,49 +165,36 @@ class Capturer:
         Raises:
             CaptureError: its attention is undefined.
         """
-        if not self.closed:
-            return replace(call, reason=f"layer {call.name}: no closed form was asked for")
-        if call.reason:
-            return call
-        try:
-            call = of_stream(call, stream, padding)
-        except CaptureError as why:
-            return replace(call, reason=str(why))
-        return replace(call, reason=verification.check_defined(call))
+        unasked = f"layer {call.name}: no closed form was asked for"
+        call = replace(call, reason=call.reason if self.closed else unasked)
+        found = _tried(of_stream, call, stream, padding)
+        return call if found is None else replace(found, reason=verification.check_defined(found))
 
-    def _read(self, i: int, call: Call) -> ProbedWeights | None:
-        """Return the weights of layer i; None, and the call's reason, where it has none."""
-        if call.reason:
-            return None
-        with _reasoned(call):
-            weights = self._weights.get(i)
-            if weights is None or not weights.belongs_to(call):
-                weights = probe(call, self._turns)
-                found = weights.turns
-                if found and all(found.rotation is not turns.rotation for turns in self._turns):
-                    self._turns = [*self._turns, found][-ROTATIONS:]
-                self._weights[i] = weights
-            if weights.sums:
-                read_scores(call)
-        return None if call.reason else weights
+    def _read(self, call: Call, i: int) -> ProbedWeights:
+        """Return the weights of layer i."""
+        weights = self._weights.get(i)
+        if weights is None or not weights.belongs_to(call):
+            weights = probe(call, self._turns)
+            found = weights.turns
+            if found and all(found.rotation is not turns.rotation for turns in self._turns):
+                self._turns = [*self._turns, found][-ROTATIONS:]
+            self._weights[i] = weights
+        if weights.sums:
+            read_scores(call)
+        return weights
 
     def _in_closed_form(
-        self, i: int, call: Call, weights: ProbedWeights | None, around: Sequence[ModuleRun]
-    ) -> LayerCapture | None:
-        """Return layer i; None, and the call's reason, where it has no closed form."""
-        if weights is None:
-            return None
-        with _reasoned(call):
-            attention = verification.assemble(call, weights)
-            try:
-                error = verification.check_rebuilt(call, attention, weights)
-            except CaptureError:
-                if not {"rotation", "qk_norm"} <= attention.variants:
-                    raise
-                attention = verification.assemble(call, weights, late=True)
-                error = verification.check_rebuilt(call, attention, weights)
-        if call.reason:
-            return None
+        self, call: Call, i: int, weights: ProbedWeights, around: Sequence[ModuleRun]
+    ) -> LayerCapture:
+        """Return layer i as tensors."""
+        attention = verification.assemble(call, weights)
+        try:
+            error = verification.check_rebuilt(call, attention, weights)
+        except CaptureError:
+            if not {"rotation", "qk_norm"} <= attention.variants:
+                raise
+            attention = verification.assemble(call, weights, late=True)
+            error = verification.check_rebuilt(call, attention, weights)
         if self.around and call.sides == "qkv":
             attention.surroundings = verification.surroundings(attention, around)
         # of all layers at once they would fill the memory
@@ -235,13 +217,11 @@ class Capturer:
         key = kind, re.sub(r"\d[\d.e+-]*", "", why)  # numbers of layers and errors are their own
         if self.closed and key not in self._told:
             self._told.add(key)
-            other = "" if name == call.name else name or "the model"
-            self._note(
-                f"layers such as {call.name or 'the model itself'} ({kind}) are measured by "
-                f"automatic differentiation, rounding not enclosed, and have no bounds: {why}"
-                + (f"; they are functions of what {other} is given" if other else "")
-                + "".join(f"; {said}" for said in attention.details)
-            )
+            how = "are measured by automatic differentiation, rounding not enclosed"
+            layers = f"layers such as {call.name or 'the model itself'} ({kind})"
+            others = [f"they are functions of what {name or 'the model'} is given"]
+            details = (*others * (name != call.name), *attention.details)
+            self._note("; ".join([f"{layers} {how}, and have no bounds: {why}", *details]))
         return LayerCapture(i, name, attention, error, attention.windows)
 
     def examine(self, inputs: Mapping[str, Tensor]) -> None:
@@ -266,7 +246,7 @@ class Capturer:
         self.notes += new
         tell(*new)
 
-    def _check_pass(self, inputs: Mapping[str, Tensor], calls: Sequence[Call]) -> None:
+    def _check_pass(self, inputs: Mapping[str, Tensor], calls: Iterable[Call]) -> None:
         """Compare calls with the model's own, each once without padding, and once with."""
         samples: dict[int, list[Call]] = {}
         for call in calls:
@@ -292,19 +272,21 @@ class Capturer:
         return list(dict.fromkeys(i % count for i in layers))
 
 
-@contextmanager
-def _reasoned(call: Call) -> Iterator[None]:
-    """Keep why a call has no closed form as its reason.
+def _tried(made: Callable[..., Any], call: Call, *args: Any) -> Any:
+    """Return what is made of a call; None where it has no closed form, and why as its reason.
 
     Raises:
         DifferentPositionsError: samples must be captured one by one.
     """
+    if call.reason:
+        return None
     try:
-        yield
+        return made(call, *args)
     except CaptureError as why:
         if isinstance(why, DifferentPositionsError) and call.samples > 1:
             raise
         call.reason = str(why)
+        return None
 
 
 def forward_work(model: nn.Module, inputs: Mapping[str, Tensor]) -> float:
@@ -354,11 +336,10 @@ def capture(
         projection of the concatenated heads was found.
     """
     chosen = None if layers is None else errors.indices("layers", layers)
-    bare = bare_module(model)
-    batch = named_inputs(bare, inputs)
-    tell(*(unmarked_padding(bare, batch) if isinstance(bare, PreTrainedModel) else ()))
     around, closed = errors.flag("around", around), errors.flag("closed", closed)
-    capturer = Capturer(measurable(bare), chosen, around, closed)
+    capturer = Capturer(measurable(model), chosen, around, closed)
+    batch = taken(capturer.model, inputs)
+    tell(*unmarked_padding(capturer.model, batch))
     found = [layer.attention for layer in capturer.run(batch)]
     if (sample := verification.most_padded(batch)) is not None:
         capturer.examine(verification.one_sample(batch, sample))

@@ -185,9 +185,7 @@ class ProbedLayer(rerun.ModuleCopy):
         """
         given, d, n = self._positions, self.call.q.shape[-1], self.call.x.shape[1]
         if any(t.ndim > 2 and not torch.equal(t, t[:1].expand_as(t)) for t in self._tables):
-            what = (
-                "is given samples with different positions (pad on the right, or give one by one)"
-            )
+            what = "is given samples of different positions (pad on the right, or give one by one)"
             raise self.call.unsupported(what, DifferentPositionsError)
         generator = torch.Generator().manual_seed(0 if given is not None else 4)
         pairs: list[tuple[Tensor, Tensor]] = []  # of (heads, N, d), before and after

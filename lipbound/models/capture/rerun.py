@@ -22,7 +22,6 @@ from lipbound.attention.variants.gate import Gate
 from lipbound.errors import CaptureError
 from lipbound.models.capture.seeing import interface, recording
 from lipbound.models.capture.seeing.follower import BY_HAND, Follower, Form, Heads, outputs_of
-from lipbound.models.capture.seeing.interface import copied_state, unmoved
 from lipbound.models.capture.seeing.recording import Call, ModuleRun, same_numbers, samples_first
 from lipbound.models.other_libraries import explained
 from lipbound.models.weight_files import plain_copy
@@ -215,7 +214,7 @@ class ModuleCopy:
                 stack.enter_context(hook)
             if self.call.way == BY_HAND:
                 stack.enter_context(recording.ThroughPython())  # type: ignore[no-untyped-call]
-            stack.enter_context(unmoved(self.module))
+            stack.enter_context(interface.unmoved(self.module))
             stack.enter_context(follower.following())
             stack.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(torch.float64)
@@ -256,7 +255,7 @@ def _exchanged(replaced: dict[int, Tensor], value: Any) -> Any:
     if id(value) in replaced:
         return replaced[id(value)]
     if isinstance(value, Cache):
-        return copied_state(value) if value.get_seq_length() else None
+        return interface.copied_state(value) if value.get_seq_length() else None
     if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
         return value.to(torch.promote_types(value.dtype, torch.float64))
     return value
@@ -273,9 +272,12 @@ def same_values(a: Any, b: Any) -> bool:
     return True
 
 
-def relative_error(mine: Tensor, own: Tensor) -> float:
-    """Return the largest difference of two tensors, relative to the largest entry of the second."""
-    size = own.abs().amax().clamp_min(torch.finfo(own.dtype).tiny)
+def relative_error(mine: Tensor, own: Tensor, floor: float = 0.0) -> float:
+    """Return the largest difference of two tensors, relative to the largest entry of the second.
+
+    That counts as no smaller than ``floor``.
+    """
+    size = own.abs().amax().clamp_min(max(floor, torch.finfo(own.dtype).tiny))
     return float((mine - own).abs().amax() / size)
 
 
@@ -377,9 +379,9 @@ def _returns_all(call: Call, own: ModuleRun) -> bool:
 
 def _close(own: Tensor, mine: Tensor, size: Tensor | None = None) -> bool:
     """Tell whether rebuilt outputs are a module's own, relative to the numbers they are sums of."""
-    least = own if size is None else 1e-3 * size
-    limit = CAPTURE_TOLERANCE * torch.maximum(own.abs().amax(), least.abs().amax())
-    return own.shape == mine.shape and bool((own - mine).abs().amax() <= limit)
+    floor = 0.0 if size is None else 1e-3 * float(size.amax())
+    alike = own.shape == mine.shape
+    return alike and relative_error(mine, own, floor) <= CAPTURE_TOLERANCE
 
 
 def _through(call: Call, run: ModuleRun) -> Tensor | None:

@@ -181,7 +181,7 @@ def of_stream(call: Call, stream: str, padding: "Padding") -> Call:
 
 
 def hidden_keys(call: Call) -> Tensor | None:
-    """Return which keys no query may attend to, (samples, M) bool; None where that is not known."""
+    """Return which keys no query may attend to, (samples, M) bool; None for none that is known."""
     scores, samples = call.additive(), len(call.q)
     if call.way == BY_HAND:
         scores = call.scores
@@ -191,10 +191,9 @@ def hidden_keys(call: Call) -> Tensor | None:
         scores = scores.reshape(samples, -1, *scores.shape[-2:])
     if scores is None:
         return None
-    low = (scores <= HIDDEN).all(-2)
-    while low.ndim > 2:
-        low = low.all(-2)
-    return low.expand(samples, -1)
+    low = (scores if scores.ndim > 2 else scores[None]) <= HIDDEN
+    hidden = low.flatten(1, -2).all(1).expand(samples, -1)
+    return hidden if bool(hidden.any()) else None
 
 
 class Padding:
@@ -215,8 +214,7 @@ class Padding:
         self._marked = any(t.ndim == 2 and bool((t == 0).any()) for t in masks)
         self._known: dict[tuple[str, int, int], Tensor] = {}
         for call in calls if self._marked else ():
-            hidden = hidden_keys(call)
-            if hidden is not None and bool(hidden.any()):
+            if (hidden := hidden_keys(call)) is not None:
                 self._known.setdefault((_stack_of(call), *hidden.shape), ~hidden)
             call.valid_keys = self.of_keys(call, len(call.q), call.k.shape[-2])
             call.valid_rows = call.valid_keys
@@ -224,9 +222,7 @@ class Padding:
     def of_keys(self, call: Call, samples: int, tokens: int) -> Tensor | None:
         """Return which keys of a call are no padding, (samples, tokens), or None for all."""
         hidden = hidden_keys(call) if self._marked else None
-        if hidden is None or hidden.shape != (samples, tokens) or not bool(hidden.any()):
-            return None
-        return ~hidden
+        return None if hidden is None or hidden.shape != (samples, tokens) else ~hidden
 
     def of_queries(self, call: Call, samples: int, tokens: int) -> Tensor | None:
         """Return which queries of a cross-attention are no padding, or None for all.
@@ -397,9 +393,7 @@ def _error(call: Call, cut: Tensor, heads: list[Heads]) -> float:
     errors = [rerun.relative_error(made, own) for made, own in plain]
     if not (error := min(errors)) <= rerun.CAPTURE_TOLERANCE:
         why = "it keeps a state, or draws random numbers"
-        raise call.unsupported(
-            f"gives other outputs when it runs alone (off by {error:.1e}): {why}"
-        )
+        raise call.unsupported(f"gives other outputs when run alone (off by {error:.1e}): {why}")
     if not errors[0] <= rerun.CAPTURE_TOLERANCE:  # more than the heads were given to it
         call.projection = None
     return error
@@ -443,9 +437,7 @@ def _samples(call: Call, x: Tensor, out: Tensor, made: Tensor) -> tuple[int | No
                 return axis, count, place
     if samples == 1 or (x.ndim == 2 and len(x) == samples):  # those are tokens
         return (0 if x.ndim > 2 and x.shape[0] == 1 else None), 1, 0
-    what = (
-        "is given all samples in one tensor that does not tell them apart (capture one at a time)"
-    )
+    what = "is given samples in one tensor that does not tell them apart (capture one at a time)"
     raise call.unsupported(what, DifferentPositionsError)
 
 

@@ -5,7 +5,7 @@ attention makes. A sample also runs without its padding, and its head outputs ar
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,9 +19,10 @@ from lipbound.errors import AttentionError, CaptureError, UnfaithfulPassError
 from lipbound.models.capture.probing import ProbedWeights, eps_of
 from lipbound.models.capture.rerun import CAPTURE_TOLERANCE, relative_error
 from lipbound.models.capture.seeing import interface, recording
-from lipbound.models.capture.seeing.follower import INTERFACE
+from lipbound.models.capture.seeing.follower import INTERFACE, Follower, Heads
 from lipbound.models.capture.seeing.recording import Call, ModuleRun, listed
 from lipbound.models.capture.streams import Padding, hidden_keys
+from lipbound.models.checkpoint import taken
 from lipbound.models.weight_files import resident
 
 RESIDUAL_TOLERANCE = 1e-4
@@ -142,30 +143,25 @@ def normaliser(module: Any, x: Tensor, out: Tensor) -> Normaliser | None:
     return None
 
 
-def _forbidden(call: Call) -> str:
-    """Return that some token that is not padding may attend to none, where that is so."""
-    mask, rows, keys = call.additive(), call.valid_rows, call.valid_keys
-    if mask is None or sees_some_key(mask, call.k.shape[-2], keys, rows):
-        return ""
-    window = call.extras.get("sliding_window")
-    width = "" if window is None else f" (its sliding window is {window} tokens wide)"
-    instead = "give inputs, or a configuration, in which every token that is no padding may see one"
-    return f"layer {call.name}: its mask forbids some token every key{width}; {instead}"
-
-
 def check_defined(call: Call) -> str:
     """Return that some token that is not padding may attend to none, where that is so.
 
     Raises:
         CaptureError: outputs of the call are NaN, for that reason or another.
     """
-    why, out, valid = _forbidden(call), call.out, call.valid_rows
+    mask, rows, out, name = call.additive(), call.valid_rows, call.out, call.name
+    why, real = "", out if rows is None else out[rows]
+    if mask is not None and not sees_some_key(mask, call.k.shape[-2], call.valid_keys, rows):
+        window = call.extras.get("sliding_window")
+        width = "" if window is None else f" (its sliding window is {window} tokens wide)"
+        instead = "give inputs, or a configuration, in which every token but padding may see one"
+        why = f"layer {name}: its mask forbids some token every key{width}; {instead}"
     if why and bool(out.isnan().any()):
         raise CaptureError(why)
-    if bool((out if valid is None else out[valid]).isnan().any()):
-        left = valid is not None and not bool(valid[:, 0].all()) and out.dtype == torch.float64
+    if bool(real.isnan().any()):
+        left = rows is not None and not bool(rows[:, 0].all()) and out.dtype == torch.float64
         hint = ": in float64 left padding attends to nothing, 0/0; pad right, or take float32"
-        what = f"layer {call.name or '(the model itself)'}: the outputs of its heads are NaN"
+        what = f"layer {name or '(the model itself)'}: the outputs of its heads are NaN"
         raise CaptureError(f"{what} in the model's own eager pass{hint if left else ''}")
     return why
 
@@ -181,7 +177,7 @@ def about_padding(calls: Collection[Call]) -> list[str]:
         hidden, given = hidden_keys(call), call.given_mask
         if hidden is None:
             hidden = torch.zeros(call.x.shape[:2], dtype=torch.bool, device=call.x.device)
-        elif call.valid_keys is None and bool(hidden.any()):
+        elif call.valid_keys is None:
             unseen.append(call.name)
         if given is not None and given.shape == hidden.shape:
             attended += [call.name] if bool(((given == 0) & ~hidden).any()) else []
@@ -190,6 +186,56 @@ def about_padding(calls: Collection[Call]) -> list[str]:
     seen = "tokens that attention_mask marks as padding are attended to, and are measured as tokens"
     pairs = (unseen, unmarked), (attended, seen)
     return [f"layer {listed(names)}: {said}" for names, said in pairs if names]
+
+
+class _Held(Follower):
+    """Notes the outputs of heads of a pass, or hands out those of another again."""
+
+    def __init__(self, again: Iterable[Tensor] = ()):
+        super().__init__()
+        self.seen, self._again = list[Tensor](), iter(again)
+
+    def computed(self, heads: Heads) -> Tensor | None:
+        self.seen.append(heads.raw)
+        return next(self._again, None)
+
+
+def about_mixing(calls: Iterable[Call]) -> list[str]:
+    """Return sentences on layers in which tokens reach others otherwise than by attention.
+
+    Of layers made of the same modules the first runs again, with the same outputs of heads.
+
+    Args:
+        calls: of a pass of a model, in the context of `implementation`.
+    """
+    first: dict[Any, ModuleRun] = {}
+    for call in calls:
+        listed = (run for run, _ in call.around if run.name.rpartition(".")[2].isdigit())
+        run = next(listed, None)
+        if run is not None and call.q.shape[-2] in getattr(run.given, "shape", ())[:2]:
+            first.setdefault((run.inside, *map(type, run.module.modules())), run)
+    means = "also mix tokens by other means than the attention that is seen, which are left out"
+    mixing = {type(run.module).__name__: run.name for run in first.values() if _mixes(run)}
+    return [f"layers such as {name} ({kind}) {means}" for kind, name in mixing.items()]
+
+
+def _mixes(run: ModuleRun) -> bool:
+    """Return whether half of the tokens move outputs of the others where those of heads stay."""
+    x, own = run.given, run.returned
+    if own is None or own.shape != x.shape or x.ndim != 3:
+        return False
+    generator = torch.Generator().manual_seed(5)
+    places = torch.randperm(x[..., 0].numel(), generator=generator).view(x.shape[:2])
+    moved = (places < places.numel() // 2).to(x.device)
+    seen, ends = list[Tensor](), list[Tensor]()
+    for tokens in (x, x.flip(-1).where(moved[..., None], x)):
+        args, kwargs = interface.copied_state((run.args, run.kwargs), {id(x): (x, tokens)})
+        follower = _Held(seen)
+        with interface.unmoved(run.module), follower.following():
+            end = recording.first_tensor(run.module(*args, **kwargs))
+        seen, ends = follower.seen, [*ends, own if end is None else end]
+    before, after = (end[~moved] for end in ends)
+    return relative_error(after, before) > SAME
 
 
 def about_positions(inputs: Mapping[str, Any]) -> list[str]:
@@ -396,7 +442,7 @@ def dependence(model: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
         model: of the capture.
         inputs: of this sample alone, with the padding that it has in its batch.
     """
-    inputs, padding, off = interface.taken(model, inputs), Padding((), inputs), 0.0
+    inputs, padding, off = taken(model, inputs), Padding((), inputs), 0.0
 
     def of_tokens(call: Call) -> Tensor:
         if not call.formed or len(call.out) > 1:

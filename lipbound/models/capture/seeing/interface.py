@@ -25,9 +25,8 @@ from transformers.masking_utils import eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lipbound.errors import CaptureError
-from lipbound.models.checkpoint import MASK
-from lipbound.models.in_memory import named_inputs
-from lipbound.models.other_libraries import explained, quiet, temporarily
+from lipbound.models.checkpoint import MASK, dtype_of
+from lipbound.models.other_libraries import explained, temporarily
 
 RECORDING_ATTENTION = "lipbound"
 """Name of our attention function in the transformers registry."""
@@ -51,6 +50,8 @@ EAGER = "eager_attention_forward"
 """Ending of the names of transformers' eager attention functions."""
 ATTRIBUTE = "_attn_implementation_internal"
 """Where a configuration of transformers keeps the name of the attention function."""
+EXPERTS = "_experts_implementation"
+"""Where it keeps the name of the function that computes experts."""
 OWN_FORWARD = "_original_forward"
 """Where Accelerate keeps the forward pass of a module that it made one under autocast for."""
 ORIGINAL = "original_inv_freq"
@@ -90,12 +91,6 @@ def own_function(name: object) -> AttentionFunction | None:
     usual = any(one in str(name) for one in ("sdpa", "flash", "flex_attention", "paged"))
     theirs = kind.startswith("lipbound.") or (usual and kind.startswith("transformers."))
     return None if function is None or theirs else function
-
-
-def own_names(configs: Iterable[Any]) -> list[tuple[Any, str]]:
-    """Return the configurations that name a function of the user's own, with the names."""
-    named = [(config, getattr(config, ATTRIBUTE)) for config in configs]
-    return [(config, name) for config, name in named if own_function(name) is not None]
 
 
 def _attention(
@@ -227,12 +222,20 @@ def plain_attention(*args: Any, **kwargs: Any) -> Tensor:
         return SDPA(*args, **kwargs)
 
 
-def attention_configs(config: Any) -> Iterator[Any]:
-    """Yield a model configuration and those inside it that name an attention function."""
-    if hasattr(config, ATTRIBUTE):
-        yield config
-        for name in getattr(config, "sub_configs", {}):
-            yield from attention_configs(getattr(config, name, None))
+def attention_configs(modules: Iterable[nn.Module]) -> list[Any]:
+    """Return configurations that name attention functions of models which can change theirs.
+
+    Args:
+        modules: some of which are such models.
+    """
+    found: dict[int, Any] = {}
+    models = (m for m in modules if isinstance(m, PreTrainedModel))
+    left: list[Any] = [m.config for m in models if m._can_set_attn_implementation()]
+    for config in left:
+        if hasattr(config, ATTRIBUTE) and id(config) not in found:
+            found[id(config)] = config
+            left += [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
+    return [*found.values()]
 
 
 @contextmanager
@@ -243,41 +246,20 @@ def implementation(model: nn.Module, name: str) -> Iterator[None]:
     Accelerate prepared it for mixed precision; afterwards all is as it was. Of a module that is
     not transformers' this is meant of the models inside it.
     """
-    given = [getattr(module, "config", None) for module in model.modules()]
-    configs = {id(c): c for config in given for c in attention_configs(config)}.values()
     with ExitStack() as afterwards, torch.no_grad():
+        afterwards.enter_context(temporarily("training", False, *model.modules()))
         for module in model.modules():
-            if module.training:
-                afterwards.callback(setattr, module, "training", True)
             own = vars(module).get(OWN_FORWARD)
             if own is not None and "forward" in vars(module):
                 afterwards.enter_context(temporarily("forward", own, module))
-        kept = own_names(configs)
-        for config in configs:
-            afterwards.callback(setattr, config, ATTRIBUTE, getattr(config, ATTRIBUTE))
-        for part in _outermost(model):
-            with quiet():  # it warns of models that never ask which function they should call
-                part.set_attn_implementation(str(name))
-            experts = getattr(part, "get_experts_implementation", lambda: None)()
-            if experts is not None and part.dtype == torch.float64:
-                # torch's grouped product of experts knows no float64
-                afterwards.callback(setattr, part.config, "_experts_implementation", experts)
-                if part._can_set_experts_implementation():
-                    part.set_experts_implementation("eager")
-        for config in configs if isinstance(name, _AlsoSDPA) else ():
-            setattr(config, ATTRIBUTE, name)
-        for config, own in kept:
-            setattr(config, ATTRIBUTE, own)
-        model.eval()
+        configs = attention_configs(model.modules())
+        theirs = (c for c in configs if own_function(getattr(c, ATTRIBUTE)) is None)
+        afterwards.enter_context(temporarily(ATTRIBUTE, name, *theirs))
+        if dtype_of(model) == torch.float64:  # torch's grouped product of experts knows none
+            mixing = (c for c in configs if hasattr(c, EXPERTS))
+            afterwards.enter_context(temporarily(EXPERTS, "eager", *mixing))
         _renew_rotary_tables(model, afterwards)
         yield
-
-
-def _outermost(model: nn.Module) -> list[PreTrainedModel]:
-    """Return the transformers models in a module that are in no other."""
-    if isinstance(model, PreTrainedModel):
-        return [model]
-    return [inner for child in model.children() for inner in _outermost(child)]
 
 
 def _renew_rotary_tables(model: nn.Module, afterwards: ExitStack) -> None:
@@ -292,16 +274,6 @@ def _renew_rotary_tables(model: nn.Module, afterwards: ExitStack) -> None:
             if hasattr(module, longest) and hasattr(module, "original_max_seq_len"):
                 new = module.original_max_seq_len
                 afterwards.enter_context(temporarily(longest, new, module))
-
-
-def taken(model: nn.Module, inputs: object) -> dict[str, Tensor]:
-    """Return inputs as a model's forward takes them: named, floating-point ones in its dtype."""
-    floating = (p.dtype for p in model.parameters() if p.is_floating_point())
-    dtype = next(floating, torch.float32)
-    return {
-        name: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t
-        for name, t in named_inputs(model, inputs).items()
-    }
 
 
 def computing(model: nn.Module) -> AbstractContextManager[None]:
@@ -344,22 +316,21 @@ def unmoved(module: nn.Module) -> Iterator[None]:
     """Yield while a module runs with copies of what it keeps, which are thrown away then."""
     # stand-ins of ours keep what they are given, to be read afterwards
     parts = [m for m in module.modules() if not type(m).__module__.startswith("lipbound.")]
-    owns = [_state(part) for part in parts]
-    held = [{k: v for k, v in own.items() if not isinstance(v, SHARED)} for own in owns]
+    owns = [dict(vars(part)) for part in parts]
+    held = [{k: v for k, v in own.items() if _is_state(k, v)} for own in owns]
     for part, copied in zip(parts, copied_state(held), strict=True):
         vars(part).update(copied)
     try:
         yield
     finally:
         for part, own in zip(parts, owns, strict=True):
-            for name in _state(part).keys() - own.keys():
-                del vars(part)[name]
+            vars(part).clear()
             vars(part).update(own)
 
 
-def _state(module: nn.Module) -> dict[str, Any]:
-    own = vars(module)  # Accelerate keeps all weights under _hf_
-    return {name: own[name] for name in own.keys() - TORCHS if not name.startswith("_hf_")}
+def _is_state(name: str, value: Any) -> bool:
+    # Accelerate keeps all weights under _hf_
+    return name not in TORCHS and not name.startswith("_hf_") and not isinstance(value, SHARED)
 
 
 def copied_state(value: Any, memo: dict[int, Any] | None = None, depth: int = DEEP) -> Any:

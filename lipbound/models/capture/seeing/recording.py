@@ -1,10 +1,11 @@
 """Recording every attention of a forward pass of a model, in whichever way it is computed."""
 
+import copy
 import inspect
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -197,9 +198,7 @@ class Call(Heads):
         apart = self.sides == "qkv" and keys != queries
         if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[1] != n or apart:
             what = "one tensor (samples, N, D) of these (but several, a cache, or windows of one)"
-            raise self.unsupported(
-                f"has {queries} queries and {keys} keys, and is not given {what}"
-            )
+            raise self.unsupported(f"has {queries} queries and {keys} keys, not given {what}")
         return x
 
     def additive(self) -> Tensor | None:
@@ -234,9 +233,8 @@ def moved(value: Any, device: torch.device, copies: dict[int, Any]) -> Any:
     if not isinstance(value, Call | ModuleRun):
         return value
     if id(value) not in copies:
-        there = partial(moved, device=device, copies=copies)
-        parts = {part.name: tree_map(there, getattr(value, part.name)) for part in fields(value)}
-        copies[id(value)] = replace(value, **parts)
+        copies[id(value)] = there = copy.copy(value)
+        vars(there).update(tree_map(partial(moved, device=device, copies=copies), vars(value)))
     return copies[id(value)]
 
 
@@ -308,10 +306,9 @@ def _notes(model: nn.Module, calls: Collection[Call], unseen: str) -> list[str]:
     said += _layers_left_out(model, {call.run.module for call in calls})
     apart = {call.run: call.name for call in calls if call.run.calls > len(call.pieces)}
     for run, name in apart.items():
-        what = (
-            f"layer {name} ({type(run.module).__name__}) calls attention {run.calls} times in a run"
-        )
-        said.append(f"{what}, and each call that goes its own way is measured as a layer by itself")
+        what = f"({type(run.module).__name__}) calls attention {run.calls} times in a run"
+        alone = "each call that goes its own way is measured as a layer by itself"
+        said.append(f"layer {name} {what}, and {alone}")
     if adding := [call.name for call in calls if call.adds]:
         what = "a mask of True and False is added to scores as the numbers 1 and 0"
         said.append(f"{what}, as the model's own attention does, in layer {listed(adding)}")
@@ -542,8 +539,8 @@ def by_name(
     """Return arguments with all but the first by name, however they were passed."""
     if len(args) < 2 or isinstance(module, torch.jit.ScriptModule):  # which has no signature
         return args, kwargs
-    parameters = [*inspect.signature(module.forward).parameters.values()][: len(args)]
-    if len(parameters) < len(args) or any(p.kind is p.VAR_POSITIONAL for p in parameters):
+    parameters = inspect.signature(module.forward).parameters.values()
+    names = [p.name for p in parameters if p.kind <= p.POSITIONAL_OR_KEYWORD]
+    if len(names) < len(args):
         return args, kwargs
-    names = [p.name for p in parameters]
-    return args[:1], {**dict(zip(names[1:], args[1:], strict=True)), **kwargs}
+    return args[:1], {**dict(zip(names[1:], args[1:], strict=False)), **kwargs}
