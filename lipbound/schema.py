@@ -258,6 +258,12 @@ def own(ds: xr.Dataset) -> list[str]:
     return [name for name in dict.fromkeys(names) if name in ds.variables]
 
 
+def asked_extras(ds: xr.Dataset) -> list[str]:
+    """List the variables of the extras that a run was asked for, in the order of `EXTRAS`."""
+    asked = ds.attrs.get("extras", ())
+    return [one for name, one in EXTRAS.items() if name in asked and one in ds.variables]
+
+
 def flags(ds: xr.Dataset) -> list[str]:
     """List the variables that annotate places: truth values, checksums, where a place is from.
 

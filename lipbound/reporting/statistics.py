@@ -360,10 +360,8 @@ def panels(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
 
 
 def extras(ds: xr.Dataset) -> list[str]:
-    """Variables with values besides norms: see `EXTRA_WIDTHS`; of a diff the norms of its runs."""
-    asked = [EXTRAS[name] for name in ds.attrs.get("extras", ())]  # monitors add statistics
-    there = [name for name in (*EXTRA_WIDTHS, *SIDES) if name in ds.variables]
-    there = [name for name in there if name not in schema.OF_HEADS or name in asked]
+    """Extras that were asked for and have values; of a diff the norms of its runs."""
+    there = [*schema.asked_extras(ds), *(side for side in SIDES if side in ds.variables)]
     return [name for name in there if ds[name].notnull().any()]
 
 

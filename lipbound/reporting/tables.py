@@ -35,7 +35,7 @@ from lipbound.reporting.labels import run_caption as caption
 from lipbound.reporting.statistics import BY, LIKELY, RANGE, breakdown, panels, ratio, summary
 from lipbound.runs.checksums import edited
 from lipbound.runs.store import Run, both_runs, run_of, takes_run
-from lipbound.schema import EXTRAS, Contents, bounds_there, is_diff, of_weights_alone, with_exact
+from lipbound.schema import Contents, bounds_there, is_diff, of_weights_alone, with_exact
 
 __all__ = ["BY", "FORMATS", "Table", "bibtex", "breakdown", "caption", "footnotes", "latex"]
 __all__ += ["left_out", "methods", "panels", "ratio", "readable", "render", "summary", "table_of"]
@@ -550,7 +550,7 @@ def _of_each(ds: xr.Dataset, names: Sequence[str]) -> dict[str, Any]:
 def extra_notes(ds: xr.Dataset) -> list[str]:
     """A sentence on each extra of a run: its median and its range, and where it is not known."""
     notes, extras = [], statistics.extras(ds)
-    for name in filter(ds.variables.__contains__, EXTRAS.values()):
+    for name in schema.asked_extras(ds):
         both = [statistics.quantity(ds, name, end) for end in (0, 1)]
         dims = list(map(str, ds[name].dims))
         start, end = (float(statistics.reduce_samples(one, "median", dims)) for one in both)

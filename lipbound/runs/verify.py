@@ -295,6 +295,8 @@ def _verify_one(
     wrong, compared = [*rerun.differences, *faults(ds)], list[Comparison]()
     was, now = ds.attrs["versions"], versions(ds.attrs["versions"])
     remarks = [f"{name} was {was[name]}, is {v}" for name, v in now.items() if was[name] != v]
+    if schema.BATCH_LOGIT in ds.variables:
+        remarks.append("batch_logit is of batches of the training, and cannot be computed again")
     samples, there = int(ds.attrs["samples"]), rerun.inputs.samples
     if there != samples:
         wrong.append(f"the data now has {there} samples, the run {samples}")
@@ -345,7 +347,7 @@ def _compared(ds: xr.Dataset, rerun: Replay, s: int, i: int) -> Iterator[Compari
     new = measure_again(rerun, ds, s, i)
     slack = max(ALLOWED[dtype] for dtype in (ds.attrs["dtype"], rerun.config.dtype))
     for name in schema.own(ds):
-        if name == "exact_steps":  # depends on the machine
+        if name in ("exact_steps", schema.BATCH_LOGIT):  # of the machine, and of lost batches
             continue
         old = np.atleast_1d(ds[name].isel(sample=s, layer=i).values)
         flags = old.dtype == bool
