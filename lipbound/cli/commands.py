@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+import lipbound as lb
 from lipbound.cli.application import app, loading, state
 from lipbound.errors import LipboundError, shown
 from lipbound.formatting import counted, hanging, outwards, plain, plain_data, small
@@ -121,9 +122,6 @@ def diff_command(a: str, b: str, *, scheduler: str | None = None, **options: Any
 
     """
     from lipbound.models.catalogue import known_builtin
-    from lipbound.reporting import tables
-    from lipbound.reporting.tables import text_table
-    from lipbound.runs.diff import diff
 
     out = options["out"]
     for model in (a, b):
@@ -133,11 +131,11 @@ def diff_command(a: str, b: str, *, scheduler: str | None = None, **options: Any
     asked = options | in_python_terms(options)
     given = {name: value for name, value in asked.items() if value != getattr(RunConfig, name)}
     with cluster(scheduler) as client:
-        ds = diff(a, b, **given, client=client, progress=not state["quiet"])
+        ds = lb.diff(a, b, **given, client=client, progress=not state["quiet"])
     # what both have in common once
-    below = replace(tables.table_of(ds, "layer"), caption="", notes=[])
-    for table in (tables.table_of(ds), below):
-        typer.echo(text_table(table, columns()))
+    below = replace(lb.tables.table_of(ds, "layer"), caption="", notes=[])
+    for table in (lb.tables.table_of(ds), below):
+        typer.echo(lb.tables.text_table(table, columns()))
     tell_saved(out)
 
 
@@ -195,11 +193,10 @@ def verify_command(
         json: JSON, for programs; the status is the same.
     """
     with loading():
-        from lipbound.runs.store import load
         from lipbound.runs.verify import verify
     asked: dict[str, Any] = {"model": model, "data": data, "device": device, "dtype": dtype}
     asked |= {"places": places, "seed": seed, "automatic": automatic}
-    found = verify(load(run, damaged="accept"), **asked)
+    found = verify(lb.load(run, damaged="accept"), **asked)
     if json:
         said = {name: getattr(found, name) for name in ("ok", "problems", "notes", "places")}
         echo_json(said | {"table": found.table.reset_index().to_dict("records")})
@@ -217,11 +214,10 @@ def demo_command(*, out: Path = Path("lipbound-demo"), samples: int = 8) -> None
         out: Folder for runs and figures; must not exist yet.
         samples: Samples per checkpoint.
     """
-    from lipbound.reporting.plots import heatmaps
     from lipbound.runs.store import check_target
 
     check_folder_name("out", out, "holds three runs and their figures")
-    check_target(out)
+    check_target(out.expanduser())
     state["kept"] = lambda: f"runs that were finished are kept in {out}"
     told: list[str] = []
     for model in ("builtin:minilm", "builtin:gpt2", "builtin:vit"):
@@ -230,7 +226,7 @@ def demo_command(*, out: Path = Path("lipbound-demo"), samples: int = 8) -> None
         ds = measured(config)
         show(ds, told)
         for kind in ("pdf", "png"):
-            heatmaps(ds, out / f"{name}.{kind}")
+            lb.plots.heatmaps(ds, out / f"{name}.{kind}")
         typer.echo(f"saved {out / name}.zarr, drew {out / name}.pdf and .png\n")
 
 
@@ -296,9 +292,9 @@ def labels_of(given: list[str] | None) -> dict[str, str]:
 
 def stored(run: Path, step: int | None = None) -> Any:
     """Load a run as it was computed; of one over steps of training one step, or the last."""
-    from lipbound.runs.store import at_step, load
+    from lipbound.runs.store import at_step
 
-    return at_step(load(run, damaged="refuse"), step)
+    return at_step(lb.load(run, damaged="refuse"), step)
 
 
 @app.command(epilog="Example: lipbound heatmap minilm.zarr -o minilm.pdf --reduce geomean")
@@ -336,11 +332,9 @@ def heatmap_command(
             given several times.
         step: Of a run over steps of training: which one; the last by default.
     """
-    from lipbound.reporting.plots import heatmaps
-
     options: Any = {"scale": scale, "columns": columns, "style": style, "caption": caption}
     options |= {"over": over, "width": number_or_name(width), "reduce": number_or_name(reduce)}
-    heatmaps(stored(run, step), output, bounds=bounds, labels=labels_of(label), **options)
+    lb.plots.heatmaps(stored(run, step), output, bounds=bounds, labels=labels_of(label), **options)
     typer.echo(f"wrote {output}, and its caption to {output.stem}.caption.txt and .tex beside it")
 
 
@@ -379,16 +373,14 @@ def table_command(
             given several times.
         step: Of a run over steps of training: which one; the last by default.
     """
-    from lipbound.reporting import tables
-
     ds = stored(run, step)
     options: Any = {"by": by, "bounds": bounds, "values": values}
     options |= {"reduce": number_or_name(reduce), "labels": labels_of(label)}
     if json:
-        echo_json(tables.table_of(ds, **options).data())
+        echo_json(lb.tables.table_of(ds, **options).data())
         return
     wide = columns() if width is None and format == "text" else number_or_name(width)
-    typer.echo(tables.render(ds, format, width=wide, **options))
+    typer.echo(lb.tables.render(ds, format, width=wide, **options))
 
 
 @app.command(
@@ -408,10 +400,7 @@ def cite_command(
             given several times.
         step: Of a run over steps of training: which one; the last by default.
     """
-    from lipbound.reporting.tables import cite
-
-    ds = stored(run, step)
-    typer.echo(cite(ds, format, labels=labels_of(label)), nl=False)
+    typer.echo(lb.cite(stored(run, step), format, labels=labels_of(label)), nl=False)
 
 
 @app.command(
@@ -446,13 +435,11 @@ def report_command(
             given several times.
         step: Of runs over steps of training: which one; the last by default.
     """
-    from lipbound.reporting.page.render import report
-
     options: Any = {"sample": sample, "details": details}
     options |= {"model": model, "data": data, "device": device}
     options |= {"reduce": number_or_name(reduce), "labels": labels_of(label)}
     shown_runs = runs if step is None else [stored(run, step) for run in runs]
-    for notice in report(shown_runs, output, **options):
+    for notice in lb.report(shown_runs, output, **options):
         typer.echo(f"note: {notice}", err=True)
     typer.echo(f"wrote {output} ({output.stat().st_size / 1e6:.1f} MB)")
 
@@ -465,16 +452,15 @@ def bounds_command(*, json: bool = False) -> None:
         json: JSON, for programs.
     """
     from lipbound.attention.variants import VARIANTS
-    from lipbound.bounds import get, names
 
+    every = [lb.bounds.get(name) for name in lb.bounds.names(None)]
     if json:
-        echo_json([get(name).facts() for name in names(None)])
+        echo_json([bound.facts() for bound in every])
         return
-    for name in names(None):
-        bound = get(name)
+    for bound in every:
         covers = ", ".join(VARIANTS[v] for v in VARIANTS if v in bound.covers) or "nothing"
         said = (
-            f"{name}: {bound.label}",
+            f"{bound.name}: {bound.label}",
             f"    {bound.statement}",
             f"    norm: {bound.norm} ({NORMS[bound.norm]})",
             f"    source: {bound.source} [{bound.citation}]",
@@ -521,9 +507,9 @@ def info_command(run: Path, *, json: bool = False) -> None:
     """
     from lipbound.reporting.labels import diff_facts, fact_words, facts
     from lipbound.runs.checksums import faults
-    from lipbound.runs.store import diff_faults, diff_of, load
+    from lipbound.runs.store import diff_faults, diff_of
 
-    ds = load(run, damaged="accept")
+    ds = lb.load(run, damaged="accept")
     of_two = is_diff(ds)
     wrong = (diff_faults if of_two else faults)(ds)
     files = (file for file in run.expanduser().rglob("*") if file.is_file())
@@ -558,16 +544,14 @@ def show(ds: xr.Dataset, told: list[str] | None = None) -> None:
 
     ``told`` are notes that were printed before, and are not again; the table's are added to it.
     """
-    from lipbound.reporting import tables
     from lipbound.reporting.labels import places
     from lipbound.reporting.statistics import ends, quantity
-    from lipbound.reporting.tables import text_table
 
-    made = tables.table_of(ds)
+    made = lb.tables.table_of(ds)
     fresh = [note for note in made.notes if note not in (told or ())]
     if told is not None:
         told += fresh
-    typer.echo(text_table(replace(made, notes=fresh), columns()))
+    typer.echo(lb.tables.text_table(replace(made, notes=fresh), columns()))
     if of_weights_alone(ds):
         return
     found, extent = Contents.of(ds), ""

@@ -17,7 +17,6 @@ from lipbound.errors import LipboundError, check_made, choice, shown, whole
 from lipbound.formatting import counted, directed, joined, plain, span
 from lipbound.reporting import statistics, styles
 from lipbound.reporting.labels import extra_title, model_name, over, relabelled, told, told_apart
-from lipbound.reporting.statistics import label_of
 from lipbound.runs.store import load, run_of, takes_run
 from lipbound.schema import ALIKE, EXACT, EXTRAS, MEANS, STATISTICS, STEP, with_exact
 
@@ -333,7 +332,7 @@ def over_steps(
             _within_ten(axes, *statistics.ends(lines))
         else:
             axes.ticklabel_format(axis="y", useOffset=False)
-        axes.set_title(label_of(ds, name), parse_math=False)
+        axes.set_title(statistics.label_of(ds, name), parse_math=False)
         norm = extra_title(ds, name) if name in extras else "local Lipschitz constant"
         axes.set_ylabel(UNITS.get(name, norm), parse_math=False)
         columns = -(-len(layers) // 12)
@@ -342,7 +341,7 @@ def over_steps(
             return axes
         means = over(ds, axes_of_mean)
         said = f"{statistics.reduction_name(how)}{means}, " if means else ""
-        words = f"{label_of(ds, name)}: {said}a line for every layer. {told(ds)}."
+        words = f"{statistics.label_of(ds, name)}: {said}a line for every layer. {told(ds)}."
         return styles.written(axes, path, plain(words))
 
 

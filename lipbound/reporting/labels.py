@@ -17,7 +17,6 @@ from lipbound.bounds.audit import audit, missing
 from lipbound.errors import LipboundError, UnknownNameError, choice, shown
 from lipbound.formatting import counted, joined, number, plain, small
 from lipbound.reporting import statistics
-from lipbound.reporting.statistics import check_numbers, quantity
 from lipbound.runs.checksums import edited
 from lipbound.runs.store import both_runs, diff_of, load, takes_run
 
@@ -63,7 +62,7 @@ def relabelled(ds: xr.Dataset, labels: Mapping[str, str] | None = None) -> xr.Da
         UnknownNameError: a name that the run has not.
         LipboundError: a label that is no text.
     """
-    check_numbers(ds)
+    statistics.check_numbers(ds)
     other: Any = labels
     if not isinstance(other, Mapping | None):
         raise LipboundError(f"labels is {shown(labels)}; give a text for each name, as a dict")
@@ -510,7 +509,7 @@ def ratio_run(ds: xr.Dataset, labels: Mapping[str, str] | None = None) -> xr.Dat
     """
     runs, names, there = both_runs(ds), side_names(labels), dict[Any, Any](ds.variables)
     known = there["ratio"].notnull()
-    norms: Any = [[quantity(run, "exact", end) for end in (None, 0, 1)] for run in runs]
+    norms: Any = [[statistics.quantity(run, "exact", end) for end in (None, 0, 1)] for run in runs]
     a, b = ([one.where(known) for one in ends] for ends in norms)
     ends = there.get("ratio_lower", b[1] / a[2]), there.get("ratio_upper", b[2] / a[1])
     found = {"a": (names["a"], a), "b": (names["b"], b)}

@@ -35,7 +35,6 @@ from lipbound.reporting.labels import run_caption as caption
 from lipbound.reporting.statistics import BY, LIKELY, RANGE, breakdown, panels, ratio, summary
 from lipbound.runs.checksums import edited
 from lipbound.runs.store import Run, both_runs, run_of, takes_run
-from lipbound.schema import Contents, bounds_there, is_diff, of_weights_alone, with_exact
 
 __all__ = ["BY", "FORMATS", "Table", "bibtex", "breakdown", "caption", "footnotes", "latex"]
 __all__ += ["left_out", "methods", "panels", "ratio", "readable", "render", "summary", "table_of"]
@@ -456,7 +455,7 @@ def table_of(
         what = "rows per bound are geometric means of ratios"
         raise LipboundError(f"{what}; reduce and values are for rows by layer or head")
     given = opened(ds, values=values != "ratio" and values)
-    if not is_diff(given):
+    if not schema.is_diff(given):
         run = texts.relabelled(run_of(given), labels)
         chosen = None if bounds is None else statistics.present(run, bounds)
         if by == "bound":
@@ -496,7 +495,7 @@ def _table(
     mean: str = "geometric mean",
 ) -> Table:
     """A table with its caption and notes, without what is over samples where there is one."""
-    samples = int(with_exact(ds).sum())
+    samples = int(schema.with_exact(ds).sum())
     known = ds.attrs.get(RATIO_TOLD)
     said, notes = known or (caption(ds), [*extra_notes(ds), *footnotes(ds, bounds)])
     spread = [f"{RANGE}: smallest to largest {mean} of a single sample"]
@@ -512,9 +511,9 @@ def _table(
 
 def _by_bound(ds: xr.Dataset, chosen: Names) -> Table:
     """`summary`, ready to be written; of no bounds, what the exact norms are."""
-    counts, names = audit(ds), bounds_there(ds) if chosen is None else chosen
+    counts, names = audit(ds), schema.bounds_there(ds) if chosen is None else chosen
     if not names:
-        norms = statistics.extras(ds) if of_weights_alone(ds) else ["exact"]
+        norms = statistics.extras(ds) if schema.of_weights_alone(ds) else ["exact"]
         return _of_norms(ds, norms, bounds=chosen)
     numbers = summary(ds).loc[names]
     columns = _of_each(ds, names) | {
@@ -534,7 +533,7 @@ def _of_norms(ds: xr.Dataset, names: Sequence[str], bounds: Names = None) -> Tab
     numbers = pd.DataFrame(rows, pd.Index(names, name="norm"))
     labels = {"norm": [statistics.label_of(ds, name) for name in names]}
     shown = pd.DataFrame(labels | _of_each(ds, names))
-    what = "numbers of weights" if of_weights_alone(ds) else "exact norm"
+    what = "numbers of weights" if schema.of_weights_alone(ds) else "exact norm"
     head = f"{'exact norms and their ratio' if RATIO_TOLD in ds.attrs else what}{texts.over(ds)}"
     return _table(ds, numbers, shown, head=head, bounds=bounds)
 
@@ -593,7 +592,7 @@ def _said_of_cells(
     others = [texts.extra_title(ds, name) for name in statistics.extras(ds)]
     head = ", ".join(filter(None, (exact, *others, what)))
     head = f"{statistics.reduction_name(reduce)}{means}: {head}" if means else head
-    there = Contents.of(ds)
+    there = schema.Contents.of(ds)
     if there.norms and there.exact_samples != there.samples:
         bounded = "" if values == "ratio" else f", bounds of all {there.samples}"
         head += f"; exact norms are of {formatting.counted(there.exact_samples, 'sample')}{bounded}"
@@ -609,7 +608,7 @@ def _by_place(ds: xr.Dataset, by: str, chosen: Names, reduce: str | float, value
     column = {name: list(map(enclosed, low[name], high[name])) for name in table.columns}
     exact = statistics.label_of(ds, "exact") if RATIO_TOLD in ds.attrs else "exact norm"
     norms = {exact.removesuffix(" norm"): column["exact"]} | _spread_columns(low, high, "exact")
-    if of_weights_alone(ds):
+    if schema.of_weights_alone(ds):
         del norms["exact"]
         exact = ""
     shown = table.index.to_frame().astype(str).assign(**norms)

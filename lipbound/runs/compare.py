@@ -21,7 +21,6 @@ import xarray as xr
 from lipbound import devices, schema
 from lipbound.attention.variants import titles
 from lipbound.bounds import registry
-from lipbound.devices import in_own_modes, versions
 from lipbound.errors import CheckpointError, LipboundError, tell
 from lipbound.jacobians.maps import WHOLE, map_words
 from lipbound.models.capture.verification import most_padded
@@ -34,9 +33,8 @@ from lipbound.runs import measure, store
 from lipbound.runs.checksums import OF_BOUND, sealed
 from lipbound.runs.config import LEAST_MEMORY, LOADING, READING, RunConfig, from_options
 from lipbound.runs.head_extras import of_weights
-from lipbound.runs.measure import LayerInfo, SampleBlock, Sources, norms_shape
+from lipbound.runs.measure import LayerInfo, SampleBlock, Sources
 from lipbound.runs.store import LayerResult, PartialRun
-from lipbound.schema import CLOSED_FORM, CONDITIONING, EXTRAS, INPUT, OF_WEIGHTS, Extent, RunInfo
 from lipbound.signs import Signs
 
 OF_CHECKPOINT = ("revision", "loaded", "commit", "quantization", "configuration")
@@ -76,7 +74,7 @@ SOURCES = {
     "row_norm": "the factor of Theorem 3 of Yudin et al. 2025",
     "largest_logit": "Dehghani et al. 2023",
     **dict.fromkeys(("qk_clip", "batch_logit"), "Kimi Team 2025, section 2.1"),
-    **dict.fromkeys(CONDITIONING, "Baek 2026"),
+    **dict.fromkeys(schema.CONDITIONING, "Baek 2026"),
 }
 """Where extras of heads come from."""
 
@@ -89,7 +87,7 @@ OF_INPUT = "is of heads as functions of their input"
 """Why bounds say nothing where keys, values or queries move alone."""
 
 
-@in_own_modes
+@devices.in_own_modes
 @from_options(RunConfig)
 def compare(config: RunConfig) -> xr.Dataset:
     """Measure every attention head of a checkpoint, and set every bound beside it.
@@ -173,7 +171,7 @@ def compare(config: RunConfig) -> xr.Dataset:
     return run(config)
 
 
-@in_own_modes
+@devices.in_own_modes
 def run(config: RunConfig) -> xr.Dataset:
     """Compute a run: open, plan, execute, assemble, save."""
     if schema.BATCH_LOGIT in (config.extras or ()):
@@ -183,26 +181,25 @@ def run(config: RunConfig) -> xr.Dataset:
     memory = memory_bytes(config.memory, device)
     target = config.target
     finished = target if config.resume and target is not None and target.exists() else None
+    block = None
     if target is not None and finished is None:
-        store.check_free(target, resume=config.resume)
+        block = store.check_free(target, resume=config.resume)
     parts = 1 if client is None else 4 * max(1, len(client.ncores()))  # keeps all workers busy
     where = device if client is None else str(config.device)  # "auto" may be several on workers
     with ExitStack() as opened:
         signs = opened.enter_context(Signs("loading model and data", show=config.progress))
         sources = open_sources(config, device)
         signs.say(f"{sources.checkpoint.name}: looking at its layers")
-        planned = plan(config, sources, memory, parts)
+        planned = plan(config, sources, memory, parts, block)
         spec, layers = planned.spec, [layer.index for layer in planned.layers]
         asked = deciding(run_info(config, sources, planned).attributes(), layers)
         if finished is not None:
             ds = store.load(finished, damaged="refuse")
             store.same_configuration(finished, deciding_of(ds), asked)
             return ds
+        asked |= {"device": where, "versions": devices.versions(), "block": planned.block}
+        kept = None if target is None else opened.enter_context(PartialRun(target, asked))
         signs.say(f"{sources.checkpoint.name}: layers", planned.samples * len(layers))
-        kept = None
-        if target is not None:
-            asked |= {"device": where, "versions": versions(), "block": planned.block}
-            kept = opened.enter_context(PartialRun(target, asked))
         blocks = planned.blocks(() if kept is None else kept.found)
         if client is None:
             results = measure.Measurer(sources.capturer, spec, planned.room).each(sources, blocks)
@@ -289,13 +286,13 @@ def dataset(
 
 def _tell_of_missing(config: RunConfig, sources: Sources, ds: xr.Dataset) -> None:
     """Tell, and note, which extras some exact norms are without."""
-    for name in map(EXTRAS.__getitem__, config.extras or ()):
+    for name in map(schema.EXTRAS.__getitem__, config.extras or ()):
         without, there = int((ds[name].isnull() & ds["exact"].notnull()).sum()), ds["exact"].count()
         if without:
             why = "it has more than 1,024 outputs, several windows, or rounding hides it"
             if name in schema.OF_HEADS:
                 why = "no closed form, cross-attention, no output projection, or rounding hides it"
-            elif name in CONDITIONING:
+            elif name in schema.CONDITIONING:
                 why = "no closed form, sinks, or no LayerNorm in front of the layer that was found"
             what = f"{name} is missing at {without} of {int(there)} exact norms"
             note(sources.inputs, f"{what}: {why}")
@@ -303,12 +300,12 @@ def _tell_of_missing(config: RunConfig, sources: Sources, ds: xr.Dataset) -> Non
 
 def run_info(
     config: RunConfig, sources: Sources, plan: Plan, tokens: int = 0, error: float = 0.0
-) -> RunInfo:
+) -> schema.RunInfo:
     """Describe a run, whose longest sample has so many tokens, by its largest capture error too."""
-    checkpoint, inputs, packages = sources.checkpoint, sources.inputs, versions()
+    checkpoint, inputs, packages = sources.checkpoint, sources.inputs, devices.versions()
     heads = None if config.map in WHOLE else plan.shape[2]
     numbers, exact = [layer.index for layer in plan.layers], config.exact_count(plan.samples)
-    return RunInfo(
+    return schema.RunInfo(
         lipbound=packages["lipbound"],
         model=checkpoint.name,
         **{name: getattr(checkpoint, name) for name in OF_CHECKPOINT},
@@ -336,7 +333,7 @@ def run_info(
         variants=sorted(all_variants(plan.layers)),
         not_applicable=plan.not_applicable,
         notes=[*checkpoint.notes, *inputs.notes, *sources.capturer.notes],
-        made=Extent(plan.samples, exact, numbers, heads, plan.model_layers),
+        made=schema.Extent(plan.samples, exact, numbers, heads, plan.model_layers),
     )
 
 
@@ -423,7 +420,14 @@ class Plan:
         return blocks
 
 
-def plan(config: RunConfig, sources: Sources, memory: float, parts: int) -> Plan:
+def norms_shape(layers: Sequence[LayerInfo], map: str) -> tuple[int, int]:
+    """Shape (layers, heads) of the exact norms of a sample, with the most heads of a layer."""
+    return len(layers), 1 if map in WHOLE else max(layer.heads for layer in layers)
+
+
+def plan(
+    config: RunConfig, sources: Sources, memory: float, parts: int = 1, block: int | None = None
+) -> Plan:
     """Look at the first sample, and plan the run.
 
     Args:
@@ -431,6 +435,7 @@ def plan(config: RunConfig, sources: Sources, memory: float, parts: int) -> Plan
         sources: its model and inputs.
         memory: working memory in bytes.
         parts: at least so many blocks, where there are samples enough.
+        block: samples at a time of an unfinished run; others would change last digits.
 
     Raises:
         LipboundError: a bound that was asked for by name does not apply to the model, or its
@@ -438,25 +443,22 @@ def plan(config: RunConfig, sources: Sources, memory: float, parts: int) -> Plan
     """
     samples = sources.inputs.samples
     first = sources.inputs.block(0, 1, sources.device)
-    layers = measure.layers_at(sources.capturer, first, config.names)
+    layers = measure.layers_at(sources.capturer, first, config)
     if (sample := most_padded(sources.inputs.batch)) is not None:
         sources.capturer.examine(sources.inputs.block(sample, sample + 1, sources.device))
     if any(i < 0 for i in config.chosen_layers or ()):
         measured = ", ".join(str(one.index) for one in layers)
         note(sources.inputs, f"layers below zero count from the end: here {measured}")
-    measure.check_covered(config.norm, config.wrt, layers)
     everything = config.bounds in ("default", "all")  # what does not apply is left out
     names, not_applicable = about(config.names, layers, everything=everything)
-    if config.wrt != INPUT:  # those asked for by name are refused before
+    if config.wrt != schema.INPUT:  # those asked for by name are refused before
         names, not_applicable = [], dict.fromkeys(config.names, OF_INPUT)
     room = min(layer.memory.room(memory) for layer in layers)
-    block = min(room, -(-samples // parts))
-    if config.resume and config.target is not None:  # other blocks would change last digits
-        block = store.configuration(store.partial_path(config.target)).get("block", block)
     exact = config.exact_count(samples)
     spec = config.of_places(names, exact, norms_shape(layers, config.map))
     count = sources.capturer.count
     assert count is not None  # it was counted with the layers
+    block = block or min(room, -(-samples // parts))
     return Plan(spec, layers, samples, block, room, not_applicable, count)
 
 
@@ -479,7 +481,7 @@ def about(
     Raises:
         LipboundError: when one of the others was asked for by name.
     """
-    closed = [layer for layer in layers if layer.measured == CLOSED_FORM]
+    closed = [layer for layer in layers if layer.measured == schema.CLOSED_FORM]
     variants, silent = all_variants(closed), {}
     for name in names:
         bound = registry.get(name)
@@ -510,7 +512,7 @@ def memory_bytes(memory: str | float, device: str) -> float:
 # -- a run of weights alone ------------------------------------------------------------------------
 
 
-@in_own_modes
+@devices.in_own_modes
 @torch.no_grad()
 def weight_norms(model: AnyModel, *, out: str | Path | None = None) -> xr.Dataset:
     """Measure the weights of every attention head of a checkpoint: no data, no forward pass.
@@ -537,7 +539,7 @@ def weight_norms(model: AnyModel, *, out: str | Path | None = None) -> xr.Datase
     >>> dict(ds["wqk_norm"].sizes)
     {'sample': 1, 'layer': 6, 'head': 4}
     """
-    config = RunConfig(model, bounds="none", extras=OF_WEIGHTS, out=out)
+    config = RunConfig(model, bounds="none", extras=schema.OF_WEIGHTS, out=out)
     if config.target is not None:
         store.check_target(config.target)
     if isinstance(model, str | Path):

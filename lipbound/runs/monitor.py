@@ -192,7 +192,7 @@ class Monitor:
         self._sources = Sources(checkpoint, inputs, device, capturer)
         memory = compare.memory_bytes(config.memory, device)
         with uncompiled(self._model.modules()):
-            self._plan = planned = compare.plan(config, self._sources, memory, 1)
+            self._plan = planned = compare.plan(config, self._sources, memory)
         self._modules = _modules_of(self._model, (one.layer_name for one in planned.layers))
 
     @property

@@ -14,7 +14,6 @@ import xarray as xr
 
 from lipbound import errors, schema
 from lipbound.devices import dtype_name, resolve_device, versions
-from lipbound.errors import AlteredRunError, LipboundError
 from lipbound.formatting import plain
 from lipbound.models.checkpoint import Inputs
 from lipbound.models.loading import Checkpoint, load_checkpoint
@@ -84,7 +83,7 @@ def replay(ds: xr.Dataset, **how: Any) -> Replay:
         inputs = open_inputs(config, checkpoint)
     except errors.InputsError as error:
         if differences:
-            raise AlteredRunError(differences[0]) from error
+            raise errors.AlteredRunError(differences[0]) from error
         raise
     if inputs.fingerprint != info.data_fingerprint:
         now = f"{inputs.description} now gives {inputs.fingerprint}"
@@ -272,7 +271,7 @@ def verify(
     places, seed = errors.whole("places", places, least=1), errors.whole("seed", seed, least=0)
     automatic = errors.flag("automatic", automatic)
     if automatic and ds.attrs["wrt"] != schema.INPUT:
-        raise LipboundError("automatic=True differentiates by the input alone; leave it out")
+        raise errors.LipboundError("automatic=True differentiates by the input alone; leave it out")
     wanted = ds.attrs["dtype"] if dtype is None else dtype_name(dtype)
     how = {"model": model, "data": data, "device": device, "dtype": wanted}
     parts, several = split(ds), "runs" in ds.attrs
@@ -289,7 +288,7 @@ def _verify_one(
     """Verify one run by its name; ``how`` it is found again are the arguments of `replay`."""
     try:
         rerun = replay(ds, **how)
-    except AlteredRunError as error:  # nothing can be computed with those
+    except errors.AlteredRunError as error:  # nothing can be computed with those
         found.faults.append(f"{name}{error}")
         return
     wrong, compared = [*rerun.differences, *faults(ds)], list[Comparison]()
