@@ -318,9 +318,8 @@ def adapter_name(value: Any) -> str | None:
         return "none"
     if name:
         return str(value)
-    raise LipboundError(
-        f"adapter is {shown(value)}; give the directory of PEFT, a hub id, or 'none'"
-    )
+    what = "give the directory of PEFT, a hub id, or 'none'"
+    raise LipboundError(f"adapter is {shown(value)}; {what}")
 
 
 def indices(name: str, value: Any) -> list[int]:

@@ -85,10 +85,8 @@ CHOICES = {"norm": tuple(NORMS), "wrt": tuple(WRT), "dtype": ("float32", "float6
 STORED: dict[str, Any] = {"str": str, "bool": bool, "int": int, "float": int | float, "list": list}
 STORED |= {"dict": dict, "Extent": dict, "None": type(None)}
 """Types of values in a store, by those that are declared."""
-OPTIONAL = (
-    *("notes", "quantization", "configuration", "runs"),
-    *("block", "block_bytes", "extras", "tau"),
-)
+OPTIONAL: tuple[str, ...] = ("notes", "quantization", "configuration", "runs")
+OPTIONAL += ("block", "block_bytes", "extras", "tau")
 """Attributes that stand only where there is something to tell."""
 
 

@@ -47,10 +47,7 @@ def blocks_in(out: Path | None) -> str:
     return f"{kept}; the same command with --resume goes on from there"
 
 
-@app.command(
-    epilog="Example: lipbound compare builtin:minilm --data alice.txt --samples 8 --max-length "
-    "128 --out minilm.zarr"
-)
+@app.used_as("compare builtin:minilm --data alice.txt --samples 8 --out minilm.zarr")
 def compare_command(*, scheduler: str | None = None, **options: Any) -> None:
     """Measure every attention head of a checkpoint and set every bound beside it.
 
@@ -71,7 +68,7 @@ def compare_command(*, scheduler: str | None = None, **options: Any) -> None:
     tell_saved(out)
 
 
-@app.command(epilog="Example: lipbound weights builtin:smollm2 --out weights.zarr")
+@app.used_as("weights builtin:smollm2 --out weights.zarr")
 def weights_command(model: str, *, out: Path | None = None) -> None:
     """Measure the weights of every head alone: no data, no forward pass.
 
@@ -104,9 +101,8 @@ def in_python_terms(options: dict[str, Any]) -> dict[str, Any]:
     return {"samples": samples, "delta": options["delta"] or None}
 
 
-@app.command(
-    epilog="Example: lipbound diff builtin:vit-baseline builtin:vit-jasmin --out vit.zarr; "
-    "lipbound diff before.zarr after.zarr"
+@app.used_as(
+    "diff builtin:vit-baseline builtin:vit-jasmin --out vit.zarr", "diff before.zarr after.zarr"
 )
 def diff_command(a: str, b: str, *, scheduler: str | None = None, **options: Any) -> None:
     """Set two runs, or two checkpoints on the same inputs, side by side: ratios B / A.
@@ -139,7 +135,7 @@ def diff_command(a: str, b: str, *, scheduler: str | None = None, **options: Any
     tell_saved(out)
 
 
-@app.command(epilog="Example: lipbound sweep sweep.yaml --out runs")
+@app.used_as("sweep sweep.yaml --out runs")
 def sweep_command(file: Path, *, out: Path = Path("runs"), scheduler: str | None = None) -> None:
     """Do every combination of models, data and lengths; runs that fail do not stop the others.
 
@@ -166,7 +162,7 @@ def sweep_command(file: Path, *, out: Path = Path("runs"), scheduler: str | None
         raise LipboundError(f"{what}, and the same command tries again")
 
 
-@app.command(epilog="Example: lipbound verify minilm.zarr --places 8")
+@app.used_as("verify minilm.zarr --places 8")
 def verify_command(
     run: Path,
     *,
@@ -206,7 +202,7 @@ def verify_command(
         raise typer.Exit(1)
 
 
-@app.command(epilog="Example: lipbound demo --out results")
+@app.used_as("demo --out results")
 def demo_command(*, out: Path = Path("lipbound-demo"), samples: int = 8) -> None:
     """Compare all bounds on the three builtin checkpoints, and draw their heatmaps.
 
@@ -297,7 +293,7 @@ def stored(run: Path, step: int | None = None) -> Any:
     return at_step(lb.load(run, damaged="refuse"), step)
 
 
-@app.command(epilog="Example: lipbound heatmap minilm.zarr -o minilm.pdf --reduce geomean")
+@app.used_as("heatmap minilm.zarr -o minilm.pdf --reduce geomean")
 def heatmap_command(
     run: Path,
     *,
@@ -338,7 +334,7 @@ def heatmap_command(
     typer.echo(f"wrote {output}, and its caption to {output.stem}.caption.txt and .tex beside it")
 
 
-@app.command(epilog="Example: lipbound table minilm.zarr --format markdown")
+@app.used_as("table minilm.zarr --format markdown")
 def table_command(
     run: Path,
     *,
@@ -383,10 +379,7 @@ def table_command(
     typer.echo(lb.tables.render(ds, format, width=wide, **options))
 
 
-@app.command(
-    epilog="Example: lipbound cite minilm.zarr > references.bib; lipbound cite minilm.zarr "
-    "--format latex"
-)
+@app.used_as("cite minilm.zarr > references.bib", "cite minilm.zarr --format latex")
 def cite_command(
     run: Path, *, format: str = "bib", label: list[str] | None = None, step: int | None = None
 ) -> None:
@@ -403,10 +396,7 @@ def cite_command(
     typer.echo(lb.cite(stored(run, step), format, labels=labels_of(label)), nl=False)
 
 
-@app.command(
-    epilog="Example: lipbound report minilm.zarr -o minilm.html; lipbound report bert.zarr "
-    "gpt2.zarr -o both.html"
-)
+@app.used_as("report minilm.zarr -o minilm.html", "report bert.zarr gpt2.zarr -o both.html")
 def report_command(
     runs: list[Path],
     *,
@@ -444,7 +434,7 @@ def report_command(
     typer.echo(f"wrote {output} ({output.stat().st_size / 1e6:.1f} MB)")
 
 
-@app.command(epilog="Example: lipbound bounds")
+@app.used_as("bounds")
 def bounds_command(*, json: bool = False) -> None:
     """List all bounds: statement, norm, source, assumptions, cost.
 
@@ -473,7 +463,7 @@ def bounds_command(*, json: bool = False) -> None:
         typer.echo()
 
 
-@app.command(epilog="Example: lipbound models")
+@app.used_as("models")
 def models_command(*, json: bool = False) -> None:
     """List the checkpoints that come with lipbound: what each is, and its licence.
 
@@ -497,7 +487,7 @@ def models_command(*, json: bool = False) -> None:
     typer.echo(f"Any other model: {others}, or a GGUF file.")
 
 
-@app.command(epilog="Example: lipbound info minilm.zarr")
+@app.used_as("info minilm.zarr")
 def info_command(run: Path, *, json: bool = False) -> None:
     """Say what a stored run holds: model, data, settings, bounds, and whether it was altered.
 

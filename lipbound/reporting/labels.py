@@ -49,7 +49,7 @@ MEANING = {
 """Meaning of the audit's marks, of heads or layers."""
 
 
-def relabelled(ds: xr.Dataset, labels: Mapping[str, str] | None = None) -> xr.Dataset:
+def relabelled(ds: xr.Dataset, labels: Any = None) -> xr.Dataset:
     """Copy of a run with other labels of its variables, model and data.
 
     What the run itself says of them stays in its settings.
@@ -63,8 +63,7 @@ def relabelled(ds: xr.Dataset, labels: Mapping[str, str] | None = None) -> xr.Da
         LipboundError: a label that is no text.
     """
     statistics.check_numbers(ds)
-    other: Any = labels
-    if not isinstance(other, Mapping | None):
+    if not isinstance(labels, Mapping | None):
         raise LipboundError(f"labels is {shown(labels)}; give a text for each name, as a dict")
     given, others = dict(labels or {}), ("model", "data")
     names = {name: name for name in ("exact", "exact_l2", *schema.bounds_there(ds))} | schema.EXTRAS
@@ -92,8 +91,7 @@ def model_name(ds: xr.Dataset) -> str:
 def told_apart(names: Iterable[str]) -> list[str]:
     """Number names that occur several times."""
     several = list(names)
-    numbered = [f"{name} ({k})" for k, name in enumerate(several, 1)]
-    return [b if several.count(a) > 1 else a for a, b in zip(several, numbered, strict=True)]
+    return [f"{one} ({k})" if several.count(one) > 1 else one for k, one in enumerate(several, 1)]
 
 
 def step_words(ds: xr.Dataset) -> str:
@@ -106,7 +104,7 @@ def step_words(ds: xr.Dataset) -> str:
     steps = ds[schema.STEP].values.reshape(-1).tolist()
     if len(steps) == 1:
         return f"after {counted(steps[0], 'step')} of training"
-    norms = int(schema.with_exact(ds, schema.STEP).sum()) if schema.STEP in ds.dims else len(steps)
+    norms = int(schema.with_exact(ds, schema.STEP).sum())
     some = f" (with norms at {norms} of them)" if norms < len(steps) else ""
     return f"at {len(steps)} steps of training from {steps[0]} to {steps[-1]}{some}"
 

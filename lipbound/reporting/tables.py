@@ -291,10 +291,8 @@ def latex_table(table: Table, width: str | float | None = None) -> str:
     named = isinstance(width, str)
     room, points, rows = SIZES[choice("width", width, SIZES)] if named else (float(width), 8, 40)
     if not room >= LEAST_POINTS:
-        what = (
-            f"it must be a number of points, at least {LEAST_POINTS}, or one of {', '.join(SIZES)}"
-        )
-        raise LipboundError(f"width is {width}; {what}")
+        what = f"width is {width}; it must be a number of points, at least {LEAST_POINTS}"
+        raise LipboundError(f"{what}, or one of {', '.join(SIZES)}")
     size = points / 10 * 1.07  # small type is wider
 
     table = replace(table, shown=table.shown.drop(columns="name", errors="ignore"))

@@ -4,8 +4,6 @@ Hashes guard against accidents (a value edited, a file damaged), not against som
 them anew.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 Or numbers of the weights of every head alone, without data.
 """
 
-from __future__ import annotations
-
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -217,136 +215,6 @@ def run(config: RunConfig) -> xr.Dataset:
     return ds
 
 
-def filled(
-    plan: Plan, results: Iterable[LayerResult], advance: Callable[[int], None] = lambda count: None
-) -> tuple[dict[str, np.ndarray], np.ndarray, float]:
-    """Put results where they belong in tables of NaN, 0 or False.
-
-    Args:
-        plan: of the run.
-        results: of layers at blocks of samples.
-        advance: is told how many samples were measured.
-
-    Returns:
-        The tables (samples, layers, heads), lengths of all samples, and the largest error of their
-        captures.
-    """
-    tables: dict[str, np.ndarray] = {}
-    lengths, error = np.zeros(plan.samples, dtype=np.int64), 0.0
-    for one in results:
-        rows = slice(one.start, one.start + len(one.lengths))
-        for name, value in one.values.items():
-            if name not in tables:
-                tables[name] = np.full(plan.shape, EMPTY[value.dtype.kind])
-            tables[name][rows, one.layer][: len(value), : value.shape[1]] = value
-        lengths[rows] = np.maximum(lengths[rows], one.lengths)  # streams may differ in length
-        error = max(error, one.error)
-        advance(len(one.lengths))
-    return tables, lengths, error
-
-
-def dataset(
-    tables: dict[str, np.ndarray], spec: RunConfig, layers: Sequence[LayerInfo], lengths: np.ndarray
-) -> xr.Dataset:
-    """Label filled tables (samples, layers, heads) with names, coordinates and what each bound is.
-
-    Args:
-        tables: of maps of whole layers with one head, which is dropped.
-        spec: what was measured.
-        layers: what the layers are.
-        lengths: (samples,) tokens of the inputs.
-    """
-    order = (*LABELS, *spec.names, "exact_steps", "exact_converged", *map(schema.sound, spec.names))
-    ds = xr.Dataset({name: (schema.AXES, tables[name]) for name in order if name in tables})
-    coords: dict[str, Any] = {
-        "sample": np.arange(len(lengths)),
-        "layer": [layer.index for layer in layers],
-        "head": np.arange(ds.sizes["head"]),
-        "length": ("sample", lengths),
-    }
-    for word in schema.LAYER_WORDS:
-        coords[word] = "layer", np.array([getattr(one, word) for one in layers], dtype=object)
-    ds = ds.assign_coords(coords)
-    kind = "spectral" if spec.norm == "frobenius" else spec.norm
-    for name, (label, long_name) in LABELS.items():
-        if name in ds:
-            long_name = long_name.format(norm=kind, tau=spec.tau)
-            ds[name].attrs = {"label": label, "long_name": long_name}
-            if name in (spec.extras or ()):
-                ds[name].attrs["source"] = SOURCES[name]
-            elif spec.wrt != schema.INPUT:
-                ds[name].attrs["long_name"] += f", as a function of {spec.wrt}"
-    for name in spec.names:
-        bound = registry.get(name)
-        ds[name].attrs = {word: getattr(bound, word) for word in OF_BOUND}
-        ds[name].attrs["compared_with"] = bound.exact
-    ds = ds.set_coords([name for name in tables if tables[name].dtype == bool])
-    return ds.isel(head=0, drop=True) if spec.map in WHOLE else ds
-
-
-def _tell_of_missing(config: RunConfig, sources: Sources, ds: xr.Dataset) -> None:
-    """Tell, and note, which extras some exact norms are without."""
-    for name in map(schema.EXTRAS.__getitem__, config.extras or ()):
-        without, there = int((ds[name].isnull() & ds["exact"].notnull()).sum()), ds["exact"].count()
-        if without:
-            why = "it has more than 1,024 outputs, several windows, or rounding hides it"
-            if name in schema.OF_HEADS:
-                why = "no closed form, cross-attention, no output projection, or rounding hides it"
-            elif name in schema.CONDITIONING:
-                why = "no closed form, sinks, or no LayerNorm in front of the layer that was found"
-            what = f"{name} is missing at {without} of {int(there)} exact norms"
-            note(sources.inputs, f"{what}: {why}")
-
-
-def run_info(
-    config: RunConfig, sources: Sources, plan: Plan, tokens: int = 0, error: float = 0.0
-) -> schema.RunInfo:
-    """Describe a run, whose longest sample has so many tokens, by its largest capture error too."""
-    checkpoint, inputs, packages = sources.checkpoint, sources.inputs, devices.versions()
-    heads = None if config.map in WHOLE else plan.shape[2]
-    numbers, exact = [layer.index for layer in plan.layers], config.exact_count(plan.samples)
-    return schema.RunInfo(
-        lipbound=packages["lipbound"],
-        model=checkpoint.name,
-        **{name: getattr(checkpoint, name) for name in OF_CHECKPOINT},
-        architecture=type(checkpoint.model).__name__,
-        data=inputs.description,
-        data_fingerprint=inputs.fingerprint,
-        source=config.source,
-        preprocessing=inputs.preprocessing,
-        bounds=list(plan.spec.names),
-        extras=list(config.extras or ()),
-        map_description=map_words(config.map, config.wrt),
-        **config.options("tau", "map", "norm", "wrt", "tol", "dtype", "delta", "seed"),
-        method="lanczos",
-        device=devices.device_name(sources.device),
-        versions=packages,
-        python=sys.version.split()[0],
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
-        command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        samples=plan.samples,
-        exact_samples=exact,
-        tokens=tokens,
-        capture_error=error,
-        block=plan.block,
-        block_bytes=int(max(layer.memory.at(plan.block) for layer in plan.layers)) or None,
-        variants=sorted(all_variants(plan.layers)),
-        not_applicable=plan.not_applicable,
-        notes=[*checkpoint.notes, *inputs.notes, *sources.capturer.notes],
-        made=schema.Extent(plan.samples, exact, numbers, heads, plan.model_layers),
-    )
-
-
-def deciding(attrs: Mapping[str, Any], layers: Iterable[int]) -> dict[str, Any]:
-    """Settings, in JSON's types, that a stored run must share to be the one that is asked for."""
-    return {name: attrs.get(name) for name in DECIDING} | {"layers": sorted(layers)}
-
-
-def deciding_of(ds: xr.Dataset) -> dict[str, Any]:
-    """`deciding` of a stored run; a part of a run can be saved, too."""
-    return deciding(ds.attrs | {"samples": ds.sizes["sample"]}, ds["layer"].values.tolist())
-
-
 # -- decisions before anything is computed: sources, bounds that apply, blocks, shares of delta ---
 
 
@@ -507,6 +375,141 @@ def memory_bytes(memory: str | float, device: str) -> float:
     if (size := float(memory)) < LEAST_MEMORY:
         tell(f"memory is {size:g} bytes, so samples are measured one at a time; write '4GB'")
     return size
+
+
+# -- what is measured becomes a Dataset ------------------------------------------------------------
+
+
+def filled(
+    plan: Plan,
+    results: Iterable[LayerResult],
+    advance: Callable[[int], None] = lambda count: None,
+) -> tuple[dict[str, np.ndarray], np.ndarray, float]:
+    """Put results where they belong in tables of NaN, 0 or False.
+
+    Args:
+        plan: of the run.
+        results: of layers at blocks of samples.
+        advance: is told how many samples were measured.
+
+    Returns:
+        The tables (samples, layers, heads), lengths of all samples, and the largest error of their
+        captures.
+    """
+    tables: dict[str, np.ndarray] = {}
+    lengths, error = np.zeros(plan.samples, dtype=np.int64), 0.0
+    for one in results:
+        rows = slice(one.start, one.start + len(one.lengths))
+        for name, value in one.values.items():
+            if name not in tables:
+                tables[name] = np.full(plan.shape, EMPTY[value.dtype.kind])
+            tables[name][rows, one.layer][: len(value), : value.shape[1]] = value
+        lengths[rows] = np.maximum(lengths[rows], one.lengths)  # streams may differ in length
+        error = max(error, one.error)
+        advance(len(one.lengths))
+    return tables, lengths, error
+
+
+def dataset(
+    tables: dict[str, np.ndarray], spec: RunConfig, layers: Sequence[LayerInfo], lengths: np.ndarray
+) -> xr.Dataset:
+    """Label filled tables (samples, layers, heads) with names, coordinates and what each bound is.
+
+    Args:
+        tables: of maps of whole layers with one head, which is dropped.
+        spec: what was measured.
+        layers: what the layers are.
+        lengths: (samples,) tokens of the inputs.
+    """
+    order = (*LABELS, *spec.names, "exact_steps", "exact_converged", *map(schema.sound, spec.names))
+    ds = xr.Dataset({name: (schema.AXES, tables[name]) for name in order if name in tables})
+    coords: dict[str, Any] = {
+        "sample": np.arange(len(lengths)),
+        "layer": [layer.index for layer in layers],
+        "head": np.arange(ds.sizes["head"]),
+        "length": ("sample", lengths),
+    }
+    for word in schema.LAYER_WORDS:
+        coords[word] = "layer", np.array([getattr(one, word) for one in layers], dtype=object)
+    ds = ds.assign_coords(coords)
+    kind = "spectral" if spec.norm == "frobenius" else spec.norm
+    for name, (label, long_name) in LABELS.items():
+        if name in ds:
+            long_name = long_name.format(norm=kind, tau=spec.tau)
+            ds[name].attrs = {"label": label, "long_name": long_name}
+            if name in (spec.extras or ()):
+                ds[name].attrs["source"] = SOURCES[name]
+            elif spec.wrt != schema.INPUT:
+                ds[name].attrs["long_name"] += f", as a function of {spec.wrt}"
+    for name in spec.names:
+        bound = registry.get(name)
+        ds[name].attrs = {word: getattr(bound, word) for word in OF_BOUND}
+        ds[name].attrs["compared_with"] = bound.exact
+    ds = ds.set_coords([name for name in tables if tables[name].dtype == bool])
+    return ds.isel(head=0, drop=True) if spec.map in WHOLE else ds
+
+
+def _tell_of_missing(config: RunConfig, sources: Sources, ds: xr.Dataset) -> None:
+    """Tell, and note, which extras some exact norms are without."""
+    for name in map(schema.EXTRAS.__getitem__, config.extras or ()):
+        without, there = int((ds[name].isnull() & ds["exact"].notnull()).sum()), ds["exact"].count()
+        if without:
+            why = "it has more than 1,024 outputs, several windows, or rounding hides it"
+            if name in schema.OF_HEADS:
+                why = "no closed form, cross-attention, no output projection, or rounding hides it"
+            elif name in schema.CONDITIONING:
+                why = "no closed form, sinks, or no LayerNorm in front of the layer that was found"
+            what = f"{name} is missing at {without} of {int(there)} exact norms"
+            note(sources.inputs, f"{what}: {why}")
+
+
+def run_info(
+    config: RunConfig, sources: Sources, plan: Plan, tokens: int = 0, error: float = 0.0
+) -> schema.RunInfo:
+    """Describe a run, whose longest sample has so many tokens, by its largest capture error too."""
+    checkpoint, inputs, packages = sources.checkpoint, sources.inputs, devices.versions()
+    heads = None if config.map in WHOLE else plan.shape[2]
+    numbers, exact = [layer.index for layer in plan.layers], config.exact_count(plan.samples)
+    return schema.RunInfo(
+        lipbound=packages["lipbound"],
+        model=checkpoint.name,
+        **{name: getattr(checkpoint, name) for name in OF_CHECKPOINT},
+        architecture=type(checkpoint.model).__name__,
+        data=inputs.description,
+        data_fingerprint=inputs.fingerprint,
+        source=config.source,
+        preprocessing=inputs.preprocessing,
+        bounds=list(plan.spec.names),
+        extras=list(config.extras or ()),
+        map_description=map_words(config.map, config.wrt),
+        **config.options("tau", "map", "norm", "wrt", "tol", "dtype", "delta", "seed"),
+        method="lanczos",
+        device=devices.device_name(sources.device),
+        versions=packages,
+        python=sys.version.split()[0],
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        samples=plan.samples,
+        exact_samples=exact,
+        tokens=tokens,
+        capture_error=error,
+        block=plan.block,
+        block_bytes=int(max(layer.memory.at(plan.block) for layer in plan.layers)) or None,
+        variants=sorted(all_variants(plan.layers)),
+        not_applicable=plan.not_applicable,
+        notes=[*checkpoint.notes, *inputs.notes, *sources.capturer.notes],
+        made=schema.Extent(plan.samples, exact, numbers, heads, plan.model_layers),
+    )
+
+
+def deciding(attrs: Mapping[str, Any], layers: Iterable[int]) -> dict[str, Any]:
+    """Settings, in JSON's types, that a stored run must share to be the one that is asked for."""
+    return {name: attrs.get(name) for name in DECIDING} | {"layers": sorted(layers)}
+
+
+def deciding_of(ds: xr.Dataset) -> dict[str, Any]:
+    """`deciding` of a stored run; a part of a run can be saved, too."""
+    return deciding(ds.attrs | {"samples": ds.sizes["sample"]}, ds["layer"].values.tolist())
 
 
 # -- a run of weights alone ------------------------------------------------------------------------

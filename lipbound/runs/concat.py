@@ -1,7 +1,5 @@
 """Put runs together along samples, layers or both, and take them apart again."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Iterable

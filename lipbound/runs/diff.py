@@ -1,7 +1,5 @@
 """Two runs, or two checkpoints measured on the same inputs, head by head: before and after."""
 
-from __future__ import annotations
-
 import tempfile
 import warnings
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Exact norms and bounds of every layer at blocks of samples, here or by workers of a cluster."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import math
@@ -43,7 +41,7 @@ _SMALL = 1024
 """Tokens up to which samples and layers are measured side by side; the matrices of longer inputs
 keep torch's own threads busy."""
 
-_MEASURERS: dict[tuple[RunConfig, str], Measurer] = {}
+_MEASURERS: dict[tuple[RunConfig, str], "Measurer"] = {}
 _TURN = threading.Lock()
 
 

@@ -1,7 +1,5 @@
 """Norms of attention heads over the steps of a training run, on a fixed batch of probes."""
 
-from __future__ import annotations
-
 import importlib
 import shutil
 import warnings
@@ -37,7 +35,7 @@ from lipbound.schema import AXES, CHECKSUM, EXTRAS, MEANS, STATISTICS, STEP, Run
 
 WITHOUT = ("audit", "violations")
 """Attributes of one run that a run over steps has not: bounds may fall below at some of them."""
-_WRITERS: weakref.WeakValueDictionary[Path, Monitor] = weakref.WeakValueDictionary()
+_WRITERS: weakref.WeakValueDictionary[Path, "Monitor"] = weakref.WeakValueDictionary()
 """The last monitor that this process made for each store; it alone writes there."""
 
 LIGHTNING = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
@@ -338,9 +336,8 @@ class Monitor:
                 for name, value in of_weights(projections, scale, asked).items():
                     found[name][:, i, : len(value)] = value.cpu()
         if places:
-            raise errors.CaptureError(
-                f"weights of {next(iter(places))} are not found by their names"
-            )
+            lost = next(iter(places))
+            raise errors.CaptureError(f"weights of {lost} are not found by their names")
         self._fill(found)
         data, numbers = {n: (AXES, t) for n, t in found.items()}, map(np.arange, self._plan.shape)
         coords = dict(zip(AXES, numbers, strict=True)) | {STEP: step}
