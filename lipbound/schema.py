@@ -166,7 +166,7 @@ class RunInfo:
     command: str
     samples: int
     exact_samples: int
-    tokens: int
+    tokens: int = 0
     capture_error: float
     block: int | None = None
     block_bytes: int | None = None
@@ -344,7 +344,7 @@ def lacking_settings(ds: xr.Dataset) -> str:
     """Describe the first setting that is missing or of a wrong kind; empty where all are good."""
     attrs = ds.attrs
     drawn = DRAWN if attrs.get("norm") == "frobenius" else ()
-    if fault := _fault(RunInfo, attrs, (*drawn, "settings_checksum")):
+    if fault := _fault(RunInfo, attrs, (*drawn, "tokens", "settings_checksum")):
         return fault
     for name, known in CHOICES.items():
         if attrs[name] not in known:

@@ -222,7 +222,7 @@ NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e-?\d+)?")
 FORMULA = re.compile(
     r"(\b[xh] ->(?: ?(?:softmax|layer|norm|k\^T|[xhqkv](?![a-z])|[()+]))+"  # a map
     r"|\|\|[A-Z]+(?:_[A-Z])?\|\|(?:_F)?(?:\^\d)?|sqrt\([A-Za-z0-9]\)|\b[A-Z]'(?!\w)"
-    r"|\b[A-Z] = \d+\b|\b[A-Z]+\^T\b|(?<=layers )x(?= \d)"
+    r"|\b[A-Z] = \d+\b|\b(?:W_[A-Z] )*(?:W_)?[A-Z]+\^T\b|\bW_[A-Z] W_[A-Z]\b|(?<=layers )x(?= \d)"
     r"|(?<![\w.])(?:1 [+-] )?\d(?:\.\d+)?e-\d+\b|\blog10\b)"
 )
 """Mathematics that our statements, labels and descriptions write as plain text."""
@@ -241,6 +241,8 @@ def typeset(text: str) -> str:
 
     >>> typeset("x -> softmax(q k^T) v, up to 2 ||W_V|| of 50 %")
     '$x \\to \\mathrm{softmax}(q k^{T}) v$, up to 2 $\\|W_V\\|$ of 50 \\%'
+    >>> typeset("norms of W_Q W_K^T and of W_V W_O, not of MY_W_K")
+    'norms of $W_Q W_K^{T}$ and of $W_V W_O$, not of MY\\_W\\_K'
     """
     parts = FORMULA.split(HASH.sub(r"\1", plain(text)))
     parts[::2] = map(_words, parts[::2])

@@ -33,6 +33,7 @@ from lipbound.runs.config import LEAST_MEMORY, LOADING, READING, RunConfig, from
 from lipbound.runs.head_extras import of_weights
 from lipbound.runs.measure import LayerInfo, SampleBlock, Sources
 from lipbound.runs.store import LayerResult, PartialRun
+from lipbound.schema import RunInfo
 from lipbound.signs import Signs
 
 OF_CHECKPOINT = ("revision", "loaded", "commit", "quantization", "configuration")
@@ -189,7 +190,7 @@ def run(config: RunConfig) -> xr.Dataset:
         sources = open_sources(config, device)
         signs.say(f"{sources.checkpoint.name}: looking at its layers")
         planned = plan(config, sources, memory, parts, block)
-        spec, layers = planned.spec, [layer.index for layer in planned.layers]
+        spec, layers = planned.spec, planned.coords["layer"]
         asked = deciding(run_info(config, sources, planned).attributes(), layers)
         if finished is not None:
             ds = store.load(finished, damaged="refuse")
@@ -205,11 +206,10 @@ def run(config: RunConfig) -> xr.Dataset:
             results = measure.measured_by(sources, spec, blocks)
         if kept is not None:
             results = kept.keeping(results)
-        tables, lengths, error = filled(planned, results, signs.advance)
+        ds, error = dataset(planned, results, signs.advance)
         signs.quit()
-        ds = dataset(tables, spec, planned.layers, lengths)
         _tell_of_missing(config, sources, ds)
-        ds = sealed(ds, run_info(config, sources, planned, int(lengths.max()), error))
+        ds = sealed(ds, run_info(config, sources, planned, error))
         if target is not None:
             store.save(ds, target)
     return ds
@@ -274,6 +274,12 @@ class Plan:
     def shape(self) -> tuple[int, int, int]:
         """Shape of the tables: samples, layers, heads (1 for maps of whole layers)."""
         return (self.samples, *norms_shape(self.layers, self.spec.map))
+
+    @property
+    def coords(self) -> dict[str, Any]:
+        """Numbers along the axes of the tables."""
+        numbers = dict[str, Any](zip(schema.AXES, map(np.arange, self.shape), strict=True))
+        return numbers | {"layer": [layer.index for layer in self.layers]}
 
     def blocks(self, found: Iterable[LayerResult]) -> list[SampleBlock]:
         """List the blocks with layers that are not found."""
@@ -380,12 +386,10 @@ def memory_bytes(memory: str | float, device: str) -> float:
 # -- what is measured becomes a Dataset ------------------------------------------------------------
 
 
-def filled(
-    plan: Plan,
-    results: Iterable[LayerResult],
-    advance: Callable[[int], None] = lambda count: None,
-) -> tuple[dict[str, np.ndarray], np.ndarray, float]:
-    """Put results where they belong in tables of NaN, 0 or False.
+def dataset(
+    plan: Plan, results: Iterable[LayerResult], advance: Callable[[int], None] = lambda count: None
+) -> tuple[xr.Dataset, float]:
+    """Put results where they belong, with names, coordinates and what each bound is.
 
     Args:
         plan: of the run.
@@ -393,11 +397,11 @@ def filled(
         advance: is told how many samples were measured.
 
     Returns:
-        The tables (samples, layers, heads), lengths of all samples, and the largest error of their
+        The variables, with NaN, 0 or False where nothing was measured, and the largest error of the
         captures.
     """
-    tables: dict[str, np.ndarray] = {}
-    lengths, error = np.zeros(plan.samples, dtype=np.int64), 0.0
+    spec, tables, error = plan.spec, dict[str, np.ndarray](), 0.0
+    lengths = np.zeros(plan.samples, dtype=np.int64)
     for one in results:
         rows = slice(one.start, one.start + len(one.lengths))
         for name, value in one.values.items():
@@ -407,31 +411,12 @@ def filled(
         lengths[rows] = np.maximum(lengths[rows], one.lengths)  # streams may differ in length
         error = max(error, one.error)
         advance(len(one.lengths))
-    return tables, lengths, error
-
-
-def dataset(
-    tables: dict[str, np.ndarray], spec: RunConfig, layers: Sequence[LayerInfo], lengths: np.ndarray
-) -> xr.Dataset:
-    """Label filled tables (samples, layers, heads) with names, coordinates and what each bound is.
-
-    Args:
-        tables: of maps of whole layers with one head, which is dropped.
-        spec: what was measured.
-        layers: what the layers are.
-        lengths: (samples,) tokens of the inputs.
-    """
     order = (*LABELS, *spec.names, "exact_steps", "exact_converged", *map(schema.sound, spec.names))
-    ds = xr.Dataset({name: (schema.AXES, tables[name]) for name in order if name in tables})
-    coords: dict[str, Any] = {
-        "sample": np.arange(len(lengths)),
-        "layer": [layer.index for layer in layers],
-        "head": np.arange(ds.sizes["head"]),
-        "length": ("sample", lengths),
-    }
+    data = {name: (schema.AXES, tables[name]) for name in order if name in tables}
+    ds = xr.Dataset(data, plan.coords | {"length": ("sample", lengths)})
     for word in schema.LAYER_WORDS:
-        coords[word] = "layer", np.array([getattr(one, word) for one in layers], dtype=object)
-    ds = ds.assign_coords(coords)
+        said = [getattr(layer, word) for layer in plan.layers]
+        ds.coords[word] = "layer", np.array(said, dtype=object)
     kind = "spectral" if spec.norm == "frobenius" else spec.norm
     for name, (label, long_name) in LABELS.items():
         if name in ds:
@@ -446,7 +431,7 @@ def dataset(
         ds[name].attrs = {word: getattr(bound, word) for word in OF_BOUND}
         ds[name].attrs["compared_with"] = bound.exact
     ds = ds.set_coords([name for name in tables if tables[name].dtype == bool])
-    return ds.isel(head=0, drop=True) if spec.map in WHOLE else ds
+    return ds.isel(head=0, drop=True) if spec.map in WHOLE else ds, error
 
 
 def _tell_of_missing(config: RunConfig, sources: Sources, ds: xr.Dataset) -> None:
@@ -463,14 +448,12 @@ def _tell_of_missing(config: RunConfig, sources: Sources, ds: xr.Dataset) -> Non
             note(sources.inputs, f"{what}: {why}")
 
 
-def run_info(
-    config: RunConfig, sources: Sources, plan: Plan, tokens: int = 0, error: float = 0.0
-) -> schema.RunInfo:
-    """Describe a run, whose longest sample has so many tokens, by its largest capture error too."""
+def run_info(config: RunConfig, sources: Sources, plan: Plan, error: float = 0.0) -> RunInfo:
+    """Describe a run, whose captures have such an error at most."""
     checkpoint, inputs, packages = sources.checkpoint, sources.inputs, devices.versions()
     heads = None if config.map in WHOLE else plan.shape[2]
-    numbers, exact = [layer.index for layer in plan.layers], config.exact_count(plan.samples)
-    return schema.RunInfo(
+    numbers, exact = plan.coords["layer"], config.exact_count(plan.samples)
+    return RunInfo(
         lipbound=packages["lipbound"],
         model=checkpoint.name,
         **{name: getattr(checkpoint, name) for name in OF_CHECKPOINT},
@@ -491,7 +474,6 @@ def run_info(
         command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         samples=plan.samples,
         exact_samples=exact,
-        tokens=tokens,
         capture_error=error,
         block=plan.block,
         block_bytes=int(max(layer.memory.at(plan.block) for layer in plan.layers)) or None,
@@ -566,11 +548,10 @@ def weight_norms(model: AnyModel, *, out: str | Path | None = None) -> xr.Datase
     capturer = measure.capturer_of(checkpoint.model, config)
     sources = Sources(checkpoint, inputs, str(w_q.device), capturer)
     planned = Plan(config, layers, 1, 1, 1, {}, len(layers))
-    tables, lengths, _ = filled(planned, found)
     info = run_info(config, sources, planned)
     made = replace(info.made, exact_samples=0)
     said: Any = {"map_description": "weights of heads alone", "dtype": "float64"}
-    ds = dataset(tables, config, layers, lengths)
+    ds, _ = dataset(planned, found)
     ds = sealed(ds, replace(info, made=made, exact_samples=0, **said))
     if config.target is not None:
         store.save(ds, config.target)

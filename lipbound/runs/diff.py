@@ -24,12 +24,7 @@ _OPTIONS = {one.name for one in fields(RunConfig)} - {"model", "data", "out"}
 
 
 def diff(
-    a: Any,
-    b: Any,
-    data: Any = None,
-    *,
-    out: str | Path | None = None,
-    **options: Any,
+    a: Any, b: Any, data: Any = None, *, out: str | Path | None = None, **options: Any
 ) -> xr.Dataset:
     """Set two runs side by side, or measure two checkpoints on the same inputs and do so.
 

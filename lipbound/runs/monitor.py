@@ -338,16 +338,16 @@ class Monitor:
         if places:
             lost = next(iter(places))
             raise errors.CaptureError(f"weights of {lost} are not found by their names")
-        self._fill(found)
-        data, numbers = {n: (AXES, t) for n, t in found.items()}, map(np.arange, self._plan.shape)
-        coords = dict(zip(AXES, numbers, strict=True)) | {STEP: step}
-        return xr.Dataset(data, coords | {"layer": [one.index for one in self._plan.layers]})
+        data = {name: (AXES, values) for name, values in found.items()}
+        ds = xr.Dataset(data, self._plan.coords | {STEP: step})
+        self._fill(ds)
+        return ds
 
-    def _fill(self, tables: dict[str, np.ndarray]) -> None:
-        """Put the logits of batches into a table (samples, layers, heads) of NaN."""
+    def _fill(self, ds: xr.Dataset) -> None:
+        """Put the logits of batches into a variable of NaN."""
         for i, layer in enumerate(self._modules):
             if (value := self._batch.get(id(layer()))) is not None:
-                tables[schema.BATCH_LOGIT][:, i, : len(value)] = value.cpu()
+                ds[schema.BATCH_LOGIT].values[:, i, : len(value)] = value.cpu()
 
     @in_own_modes
     @torch.no_grad()
@@ -372,14 +372,13 @@ class Monitor:
         modules = _modules_of(self._model, (one.name for one in results if one.start == 0))
         if modules != self._modules or capturer.count != planned.model_layers:
             raise errors.CaptureError("attention layers came, went or moved; make a new Monitor")
-        tables, lengths, error = compare.filled(planned, results)
-        self._fill(tables)
-        info = compare.run_info(self._config, sources, planned, int(lengths.max()), error)
+        ds, error = compare.dataset(planned, results)
+        self._fill(ds)
+        info = compare.run_info(self._config, sources, planned, error)
         if (first := self._info) is not None:
             notes = list(dict.fromkeys([*first.notes, *info.notes]))
             info = replace(first, capture_error=max(error, first.capture_error), notes=notes)
         self._info = info
-        ds = compare.dataset(tables, planned.spec, planned.layers, lengths)
         return sealed(ds.assign_coords({STEP: step}), info)
 
     def _keep(self, ds: xr.Dataset, step: int) -> None:
