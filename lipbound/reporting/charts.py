@@ -116,8 +116,8 @@ def by_layer(
         for j, name in enumerate(statistics.panels(ds, kept)):
             label = str(ds[name].attrs["label"])
             label = label if len(found) == 1 else f"{title}: {label}" if kept else title
-            style: Any = {"color": f"C{k if len(found) > 1 else j}", "ls": DASHES[j % len(DASHES)]}
-            _line(axes, ds[name], reduce, label, style | {"marker": ".", "ms": 4, "lw": 1})
+            look = f"C{k if len(found) > 1 else j}", DASHES[j % len(DASHES)]
+            _line(axes, ds[name], reduce, label, *look)
     axes.set(yscale="log", ylabel="local Lipschitz constant")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.yaxis.set_major_formatter(LogFormatter())
@@ -191,16 +191,15 @@ DASHES = ("-", "--", ":", "-.")
 """Lines of exact norms, and of bounds in turn."""
 
 
-def _line(
-    axes: Axes, values: xr.DataArray, reduce: str | float, label: str, style: dict[str, Any]
-) -> None:
+def _line(axes: Axes, values: xr.DataArray, reduce: Any, label: str, color: str, ls: str) -> None:
     """One line against layers, with its interval as a band; none where it is infinite."""
     dims = [str(dim) for dim in values.dims if dim != "layer"]
     x, middle = values["layer"].values, statistics.reduce_samples(values, reduce, dims)
-    axes.plot(x, middle.where(np.isfinite(middle)), label=label, **style)
+    shown = middle.where(np.isfinite(middle))
+    axes.plot(x, shown, label=label, color=color, ls=ls, marker=".", ms=4, lw=1)
     ends = statistics.sample_span(values, reduce, dims)
     lower, upper = (end.where(np.isfinite(end)) for end in ends)
-    axes.fill_between(x, lower, upper, color=style["color"], alpha=0.2, lw=0)
+    axes.fill_between(x, lower, upper, color=color, alpha=0.2, lw=0)
 
 
 def _beyond(values: np.ndarray, boxed: bool, low: float, high: float) -> str:

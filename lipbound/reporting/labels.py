@@ -254,9 +254,7 @@ def ranges(numbers: Iterable[int]) -> str:
     return joined([part for parts in short for part in parts])
 
 
-def over(
-    ds: xr.Dataset, axes: Iterable[str] = ("sample", "layer", "head"), *, exact: bool = True
-) -> str:
+def over(ds: xr.Dataset, axes: Iterable[str] = schema.AXES, *, exact: bool = True) -> str:
     """Words on the axes of a mean, such as " over samples and heads"; empty for none.
 
     Args:

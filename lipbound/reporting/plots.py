@@ -110,9 +110,7 @@ class Scale:
         return "both" if over and under else "max" if over else "min" if under else "neither"
 
 
-def log10(
-    ds: xr.Dataset, names: Iterable[str], reduce: str | float, over: str | None = None
-) -> Grids:
+def log10(ds: xr.Dataset, names: Iterable[str], reduce: str | float, over: Over = None) -> Grids:
     """Logarithms of the values of panels; -inf for zero, NaN where there is no value.
 
     Args:

@@ -582,23 +582,6 @@ def _spread_columns(low: pd.DataFrame, high: pd.DataFrame, name: str) -> dict[st
     return found
 
 
-def _said_of_cells(
-    ds: xr.Dataset, bounds: list[str], by: str, values: str, reduce: str | float, exact: str
-) -> str:
-    """Line above `breakdown`: the meaning of its cells and the axes of its means."""
-    axes = ("sample",) if by == "head" else ("sample", "head")
-    means = texts.over(ds, axes, exact=values == "ratio")
-    what = ("bound / exact" if values == "ratio" else "bound") if bounds else ""
-    others = [texts.extra_title(ds, name) for name in statistics.extras(ds)]
-    head = ", ".join(filter(None, (exact, *others, what)))
-    head = f"{statistics.reduction_name(reduce)}{means}: {head}" if means else head
-    there = schema.Contents.of(ds)
-    if there.norms and there.exact_samples != there.samples:
-        bounded = "" if values == "ratio" else f", bounds of all {there.samples}"
-        head += f"; exact norms are of {formatting.counted(there.exact_samples, 'sample')}{bounded}"
-    return head
-
-
 def _by_place(ds: xr.Dataset, by: str, chosen: Names, reduce: str | float, values: str) -> Table:
     """`breakdown`, ready to be written."""
     table = breakdown(ds, by, bounds=chosen, reduce=reduce, values=values)
@@ -620,8 +603,17 @@ def _by_place(ds: xr.Dataset, by: str, chosen: Names, reduce: str | float, value
         title = f"{label} ({name})" if labels.count(label) > 1 else label
         shown[title + texts.mark(counts[name])] = column[name]
     heads, name = by == "layer" and "head" in ds.dims, statistics.reduction_name(reduce)
-    head = _said_of_cells(ds, names, by, values, reduce, exact)
     mean = f"{name} over heads" if heads else exact
+    what = ("bound / exact" if values == "ratio" else "bound") if names else ""
+    others = [texts.extra_title(ds, one) for one in statistics.extras(ds)]
+    head = ", ".join(filter(None, (exact, *others, what)))
+    axes = ("sample",) if by == "head" else ("sample", "head")
+    if means := texts.over(ds, axes, exact=values == "ratio"):
+        head = f"{name}{means}: {head}"
+    there = schema.Contents.of(ds)
+    if there.norms and there.exact_samples != there.samples:
+        bounded = "" if values == "ratio" else f", bounds of all {there.samples}"
+        head += f"; exact norms are of {formatting.counted(there.exact_samples, 'sample')}{bounded}"
     return _table(ds, table, shown, head=head, bounds=names, reduce=reduce, mean=mean)
 
 

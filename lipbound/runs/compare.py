@@ -323,17 +323,15 @@ def plan(
     if any(i < 0 for i in config.chosen_layers or ()):
         measured = ", ".join(str(one.index) for one in layers)
         note(sources.inputs, f"layers below zero count from the end: here {measured}")
-    everything = config.bounds in ("default", "all")  # what does not apply is left out
-    names, not_applicable = about(config.names, layers, everything=everything)
-    if config.wrt != schema.INPUT:  # those asked for by name are refused before
-        names, not_applicable = [], dict.fromkeys(config.names, OF_INPUT)
+    silent = left_out(config, layers)
+    names = [name for name in config.names if name not in silent]
     room = min(layer.memory.room(memory) for layer in layers)
     exact = config.exact_count(samples)
     spec = config.of_places(names, exact, norms_shape(layers, config.map))
     count = sources.capturer.count
     assert count is not None  # it was counted with the layers
     block = block or min(room, -(-samples // parts))
-    return Plan(spec, layers, samples, block, room, not_applicable, count)
+    return Plan(spec, layers, samples, block, room, silent, count)
 
 
 def all_variants(layers: Sequence[LayerInfo]) -> frozenset[str]:
@@ -345,19 +343,19 @@ def all_variants(layers: Sequence[LayerInfo]) -> frozenset[str]:
     return frozenset().union(*(layer.variants for layer in layers))
 
 
-def about(
-    names: list[str], layers: Sequence[LayerInfo], *, everything: bool
-) -> tuple[list[str], dict[str, str]]:
-    """Find the bounds that say something about these layers, and why the others do not.
+def left_out(config: RunConfig, layers: Sequence[LayerInfo]) -> dict[str, str]:
+    """Say why bounds of a run say nothing about its layers, by their names.
 
-    The others do not cover variants, or inputs are too long for them.
+    They are stated for functions of the input, do not cover variants, or inputs are too long.
 
     Raises:
-        LipboundError: when one of the others was asked for by name.
+        LipboundError: one of them was asked for by name.
     """
+    if config.wrt != schema.INPUT:  # those asked for by name are refused before
+        return dict.fromkeys(config.names, OF_INPUT)
     closed = [layer for layer in layers if layer.measured == schema.CLOSED_FORM]
     variants, silent = all_variants(closed), {}
-    for name in names:
+    for name in config.names:
         bound = registry.get(name)
         if not closed:
             silent[name] = "does not cover layers without a closed form"
@@ -367,10 +365,10 @@ def about(
             said = (bound.too_long(one.tokens, one.heads, one.variants) for one in closed)
             if why := next(filter(None, said), None):
                 silent[name] = why
-    if silent and not everything:
+    if silent and config.bounds not in ("default", "all"):
         name, why = next(iter(silent.items()))
         raise LipboundError(f"bound {name!r} {why}; leave it out, or take bounds='default'")
-    return [name for name in names if name not in silent], silent
+    return silent
 
 
 def memory_bytes(memory: str | float, device: str) -> float:
@@ -524,7 +522,7 @@ def weight_norms(model: AnyModel, *, out: str | Path | None = None) -> xr.Datase
     >>> dict(ds["wqk_norm"].sizes)
     {'sample': 1, 'layer': 6, 'head': 4}
     """
-    config = RunConfig(model, bounds="none", extras=schema.OF_WEIGHTS, out=out)
+    config = RunConfig(model, bounds="none", extras=schema.OF_WEIGHTS, out=out, dtype="float64")
     if config.target is not None:
         store.check_target(config.target)
     if isinstance(model, str | Path):
@@ -550,9 +548,9 @@ def weight_norms(model: AnyModel, *, out: str | Path | None = None) -> xr.Datase
     planned = Plan(config, layers, 1, 1, 1, {}, len(layers))
     info = run_info(config, sources, planned)
     made = replace(info.made, exact_samples=0)
-    said: Any = {"map_description": "weights of heads alone", "dtype": "float64"}
+    words = "weights of heads alone"
     ds, _ = dataset(planned, found)
-    ds = sealed(ds, replace(info, made=made, exact_samples=0, **said))
+    ds = sealed(ds, replace(info, made=made, exact_samples=0, map_description=words))
     if config.target is not None:
         store.save(ds, config.target)
     return ds

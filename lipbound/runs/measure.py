@@ -37,6 +37,10 @@ from lipbound.runs.config import LOADING, RunConfig
 from lipbound.runs.head_extras import of_heads
 from lipbound.runs.store import LayerResult
 
+Batch = Mapping[str, Tensor]
+"""Inputs of a model by name, whose first axis is the sample."""
+Arrays = dict[str, np.ndarray]
+"""What is measured, by name, (samples, heads) each."""
 _SMALL = 1024
 """Tokens up to which samples and layers are measured side by side; the matrices of longer inputs
 keep torch's own threads busy."""
@@ -155,7 +159,7 @@ def capturer_of(model: nn.Module, spec: RunConfig, *, closed: bool = True) -> Ca
     return GivenCapturer(model, spec.chosen_layers)
 
 
-def layers_at(capturer: Capturer, inputs: Mapping[str, Tensor], spec: RunConfig) -> list[LayerInfo]:
+def layers_at(capturer: Capturer, inputs: Batch, spec: RunConfig) -> list[LayerInfo]:
     """Describe the layers at some inputs.
 
     Raises:
@@ -198,9 +202,7 @@ class Measurer:
     verify: bool = True
     statistics: bool = False
 
-    def block(
-        self, inputs: Mapping[str, Tensor], start: int, skip: Collection[int] = ()
-    ) -> Iterator[LayerResult]:
+    def block(self, inputs: Batch, start: int, skip: Collection[int] = ()) -> Iterator[LayerResult]:
         """Measure every layer but those at the positions ``skip``.
 
         Samples with different positions are measured one by one, a result each. Results depend on
@@ -234,9 +236,7 @@ class Measurer:
         for start, stop, skip in blocks:
             yield from self.block(sources.inputs.block(start, stop, sources.device), start, skip)
 
-    def _layers(
-        self, inputs: Mapping[str, Tensor], start: int, skip: Collection[int]
-    ) -> Iterator[LayerResult]:
+    def _layers(self, inputs: Batch, start: int, skip: Collection[int]) -> Iterator[LayerResult]:
         """Measure the layers at samples that are captured together.
 
         Yields:
@@ -267,9 +267,7 @@ class Measurer:
         values = self._measured(attention, seeds, count, windows)
         return LayerResult(start, position, values, lengths, layer.error, layer.name)
 
-    def _measured(
-        self, att: Any, seeds: list[int], exact_count: int, windows: int = 1
-    ) -> dict[str, np.ndarray]:
+    def _measured(self, att: Any, seeds: list[int], exact_count: int, windows: int = 1) -> Arrays:
         """Measure an Attention or a `ModuleAttention` in parts side by side, one a thread of torch.
 
         The norm, and a bound, of a sample is the largest of those of its windows; what is a mean
@@ -294,7 +292,7 @@ class Measurer:
         return {n: np.concatenate([part[n] for part in made if n in part]) for n in made[0]}
 
     @torch.no_grad()
-    def _measure(self, att: Any, seeds: list[int], exact_count: int) -> dict[str, np.ndarray]:
+    def _measure(self, att: Any, seeds: list[int], exact_count: int) -> Arrays:
         """Measure one layer at one block of samples, (samples, heads) each.
 
         Exact norms are those of the first ``exact_count`` samples. A whole layer is one head.
@@ -376,7 +374,7 @@ def seed_of(seed: int, *place: int | str) -> int:
 
 
 def work(
-    spec: RunConfig, revision: str, inputs: Mapping[str, Tensor], start: int, skip: Collection[int]
+    spec: RunConfig, revision: str, inputs: Batch, start: int, skip: Collection[int]
 ) -> list[LayerResult]:
     """Run `Measurer.block` in a process of its own, which loads the checkpoint once.
 
