@@ -237,11 +237,6 @@ class Contents:
             made=Extent(**ds.attrs["made"]),
         )
 
-    @property
-    def all_layers(self) -> bool:
-        """Every attention layer of the model is there."""
-        return len(set(self.layers)) == self.made.model_layers
-
 
 def sound(bound: str) -> str:
     """Name the variable that says where the assumptions of a bound hold."""
@@ -256,10 +251,10 @@ def own(ds: xr.Dataset) -> list[str]:
     return [name for name in dict.fromkeys(names) if name in ds.variables]
 
 
-def asked_extras(ds: xr.Dataset) -> list[str]:
-    """List the variables of the extras that a run was asked for, in the order of `EXTRAS`."""
-    asked = ds.attrs.get("extras", ())
-    return [one for name, one in EXTRAS.items() if name in asked and one in ds.variables]
+def extras_there(ds: xr.Dataset) -> list[str]:
+    """List the variables of a run's extras: of `OF_HEADS`, which monitors add, those asked for."""
+    own = {*EXTRAS} - {*OF_HEADS} | {*ds.attrs.get("extras", ())}
+    return [one for name, one in EXTRAS.items() if name in own and one in ds.variables]
 
 
 def flags(ds: xr.Dataset) -> list[str]:

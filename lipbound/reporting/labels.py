@@ -274,7 +274,7 @@ def places(ds: xr.Dataset) -> str:
     "6 layers x 12 heads", "layers 0 to 2 of 6 counted from 0, heads 3 and 4 of 12 counted from 0".
     """
     there = schema.Contents.of(ds)
-    layers, whole = list(there.layers), there.all_layers
+    layers, whole = list(there.layers), len({*there.layers}) == there.made.model_layers
     some = _some("layer", layers, there.made.model_layers)
     text = counted(len(layers), "layer") if whole else some
     if "head" not in ds.dims:

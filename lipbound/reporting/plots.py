@@ -459,9 +459,8 @@ def _of_diff(ds: xr.Dataset, reduce: How, labels: Mapping[str, str] | None) -> P
     most = max(most, 1e-3) if np.isfinite(most) else 1.0
     undecided = np.zeros(grid.shape, dtype=bool)
     samples = statistics.samples_with_values(ds["ratio"])
-    if across(ds) == "head" and samples > 1:
-        of_cells = ds["ratio"].transpose("sample", "layer", "head")
-        lower, upper = statistics.sample_span(of_cells, how)
+    if across(ds) == "head":
+        lower, upper = statistics.sample_span(ds["ratio"].transpose("sample", "layer", "head"), how)
         undecided = ((lower <= 1) & (upper >= 1)).values
     spread = statistics.spread_title(samples, how)
     dots = f" Dots: the {spread} of the cell contains 1." * bool(undecided.any())

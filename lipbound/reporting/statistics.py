@@ -359,8 +359,8 @@ def panels(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
 
 
 def extras(ds: xr.Dataset) -> list[str]:
-    """Extras that were asked for and have values; of a diff the norms of its runs."""
-    there = [*schema.asked_extras(ds), *(side for side in schema.SIDES if side in ds.variables)]
+    """Extras of a run that have values; of a diff the norms of its runs."""
+    there = [*schema.extras_there(ds), *(side for side in schema.SIDES if side in ds.variables)]
     return [name for name in there if ds[name].notnull().any()]
 
 

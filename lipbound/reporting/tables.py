@@ -222,8 +222,8 @@ NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e-?\d+)?")
 FORMULA = re.compile(
     r"(\b[xh] ->(?: ?(?:softmax|layer|norm|k\^T|[xhqkv](?![a-z])|[()+]))+"  # a map
     r"|\|\|[A-Z]+(?:_[A-Z])?\|\|(?:_F)?(?:\^\d)?|sqrt\([A-Za-z0-9]\)|\b[A-Z]'(?!\w)"
-    r"|\b[A-Z] = \d+\b|\b(?:W_[A-Z] )*(?:W_)?[A-Z]+\^T\b|\bW_[A-Z] W_[A-Z]\b|(?<=layers )x(?= \d)"
-    r"|(?<![\w.])(?:1 [+-] )?\d(?:\.\d+)?e-\d+\b|\blog10\b)"
+    r"|\b[A-Z] = \d+\b|\b[A-Z]+\^T\b|(?<![\w./-])(?:W_[A-Z] )?W_[A-Z](?:\^T)?(?!\w)"
+    r"|(?<=layers )x(?= \d)|(?<![\w.])(?:1 [+-] )?\d(?:\.\d+)?e-\d+\b|\blog10\b)"
 )
 """Mathematics that our statements, labels and descriptions write as plain text."""
 SYMBOLS = {"x": "\\times", "log10": "\\log_{10}"}
@@ -241,8 +241,8 @@ def typeset(text: str) -> str:
 
     >>> typeset("x -> softmax(q k^T) v, up to 2 ||W_V|| of 50 %")
     '$x \\to \\mathrm{softmax}(q k^{T}) v$, up to 2 $\\|W_V\\|$ of 50 \\%'
-    >>> typeset("norms of W_Q W_K^T and of W_V W_O, not of MY_W_K")
-    'norms of $W_Q W_K^{T}$ and of $W_V W_O$, not of MY\\_W\\_K'
+    >>> typeset("norms of W_Q W_K^T and of W_V W_O, not of my/W_K")
+    'norms of $W_Q W_K^{T}$ and of $W_V W_O$, not of my/W\\_K'
     """
     parts = FORMULA.split(HASH.sub(r"\1", plain(text)))
     parts[::2] = map(_words, parts[::2])
@@ -309,9 +309,8 @@ def latex_table(table: Table, width: str | float | None = None) -> str:
         for block in blocks
     ]
     fits = f"at most {room:g} pt wide; for a table environment, or running text"
-    comments = ["\\usepackage{booktabs, siunitx}", fits, table.caption]
-    if left_out:
-        comments.append(f"no room for: {', '.join(left_out)}; --width page has more")
+    none = [f"no room for: {', '.join(left_out)}; --width page has more"] if left_out else []
+    comments = ["\\usepackage{booktabs, siunitx}", fits, table.caption, *none]
     said = filter(None, [table.head, *table.notes])
     notes = [*(f"{one[0].upper()}{one[1:]}" for one in said), table.caption]
     lines = [  # no group in braces: a frame of beamer would take it for its subtitle
@@ -549,7 +548,7 @@ def _of_each(ds: xr.Dataset, names: Sequence[str]) -> dict[str, Any]:
 def extra_notes(ds: xr.Dataset) -> list[str]:
     """A sentence on each extra of a run: its median and its range, and where it is not known."""
     notes, extras = [], statistics.extras(ds)
-    for name in schema.asked_extras(ds):
+    for name in schema.extras_there(ds):
         both = [statistics.quantity(ds, name, end) for end in (0, 1)]
         dims = list(map(str, ds[name].dims))
         start, end = (float(statistics.reduce_samples(one, "median", dims)) for one in both)
@@ -595,8 +594,8 @@ def _by_place(ds: xr.Dataset, by: str, chosen: Names, reduce: str | float, value
         del norms["exact"]
         exact = ""
     shown = table.index.to_frame().astype(str).assign(**norms)
-    for name in statistics.extras(ds):
-        shown[texts.extra_title(ds, name)] = column[name]
+    others = {name: texts.extra_title(ds, name) for name in statistics.extras(ds)}
+    shown = shown.assign(**{title: column[name] for name, title in others.items()})
     labels = [*shown, *(statistics.label_of(ds, name) for name in names)]
     for name in names:
         label = statistics.label_of(ds, name)
@@ -605,8 +604,7 @@ def _by_place(ds: xr.Dataset, by: str, chosen: Names, reduce: str | float, value
     heads, name = by == "layer" and "head" in ds.dims, statistics.reduction_name(reduce)
     mean = f"{name} over heads" if heads else exact
     what = ("bound / exact" if values == "ratio" else "bound") if names else ""
-    others = [texts.extra_title(ds, one) for one in statistics.extras(ds)]
-    head = ", ".join(filter(None, (exact, *others, what)))
+    head = ", ".join(filter(None, (exact, *others.values(), what)))
     axes = ("sample",) if by == "head" else ("sample", "head")
     if means := texts.over(ds, axes, exact=values == "ratio"):
         head = f"{name}{means}: {head}"

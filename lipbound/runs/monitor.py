@@ -328,18 +328,17 @@ class Monitor:
         Raises:
             CaptureError: weights are not found by their names.
         """
-        found = {name: np.full(self._plan.shape, np.nan) for name in self._light}
+        nothing = {name: (AXES, np.full(self._plan.shape, np.nan)) for name in self._light}
+        ds = xr.Dataset(nothing, self._plan.coords | {STEP: step})
         asked = [name for name in self._light if name in schema.OF_WEIGHTS]
         places = {one.layer_name: i for i, one in enumerate(self._plan.layers) if asked}
         for layer, projections, scale in head_weights(self._model) if asked else ():
             if (i := places.pop(layer, None)) is not None:
                 for name, value in of_weights(projections, scale, asked).items():
-                    found[name][:, i, : len(value)] = value.cpu()
+                    ds[name].values[:, i, : len(value)] = value.cpu()
         if places:
             lost = next(iter(places))
             raise errors.CaptureError(f"weights of {lost} are not found by their names")
-        data = {name: (AXES, values) for name, values in found.items()}
-        ds = xr.Dataset(data, self._plan.coords | {STEP: step})
         self._fill(ds)
         return ds
 

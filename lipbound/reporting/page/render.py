@@ -161,7 +161,7 @@ def report(
             raise LipboundError(f"sample is {sample}; the run has samples 0 to {last}")
         found = details_or_reason(ds, sample, model, data, device) if details else LEFT_OUT
         attention += b"".join(one.attention.tobytes() for one in found[0] or [] if one)
-        pages.append(contents(ds, title, reduce=reduce, sample=sample, details=found))
+        pages.append(contents(ds, title, reduce, sample, found))
     for one, title in zip(pages, told_apart(one["title"] for one in pages), strict=True):
         one["title"] = title
     text = _page(pages, attention, diffs)
@@ -215,12 +215,7 @@ def _packed(content: bytes) -> str:
 
 
 def contents(
-    ds: xr.Dataset,
-    title: str,
-    *,
-    reduce: str | float = "geomean",
-    sample: int = 0,
-    details: DetailsOrReason = LEFT_OUT,
+    ds: xr.Dataset, title: str, reduce: str | float, sample: int, details: DetailsOrReason
 ) -> dict[str, Any]:
     """Collect a run's numbers, words and details for a page as plain data and arrays.
 
@@ -402,9 +397,8 @@ def of_layer(att: Attention, map: str, names: list[str], norm: str = "frobenius"
         found_norm = token_norm(att, norm, map=map, tol=TOKEN_TOL, vectors=True)
     else:
         found_norm = spectral_norm(att, map=map, tol=TOL, vectors=True)
-    assert found_norm.left is not None
-    assert found_norm.right is not None
-    left, right = found_norm.left[0].double(), found_norm.right[0].double()
+    both = found_norm.left, found_norm.right
+    left, right = (vectors[0].double() for vectors in both if vectors is not None)
     parts, moved = shares(att, map, left, right)
     profile = token_profile(att, map=map)
     folded = att.fold_output()[0] if map == "head_out" else att
