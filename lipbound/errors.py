@@ -12,14 +12,11 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from functools import cache, wraps
+from collections.abc import Callable, Iterable
+from functools import wraps
 from os import PathLike
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
-
-if TYPE_CHECKING:
-    import xarray as xr
+from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -92,7 +89,7 @@ class StoreError(LipboundError):
         dataset: the finished run that could not be saved, where there is one.
     """
 
-    dataset: "xr.Dataset | None" = None
+    dataset: Any = None
 
 
 class AlteredRunError(StoreError):
@@ -318,9 +315,8 @@ def adapter_name(value: Any) -> str | None:
         return "none"
     if name:
         return str(value)
-    raise LipboundError(
-        f"adapter is {shown(value)}; give the directory of PEFT, a hub id, or 'none'"
-    )
+    what = "give the directory of PEFT, a hub id, or 'none'"
+    raise LipboundError(f"adapter is {shown(value)}; {what}")
 
 
 def indices(name: str, value: Any) -> list[int]:
@@ -410,16 +406,13 @@ def file_path(given: object, example: str) -> Path:
 def knows_options(function: Callable[P, T]) -> Callable[P, T]:
     """Let a function say which of its options is nearest to one that it does not take."""
 
-    @cache
-    def known() -> Mapping[str, inspect.Parameter]:  # once options are given
-        return inspect.signature(function).parameters
-
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        unknown = [name for name in kwargs if name not in known()]
-        if unknown and not any(one.kind is one.VAR_KEYWORD for one in known().values()):
+        known = inspect.signature(function).parameters if kwargs else {}
+        unknown = [name for name in kwargs if name not in known]
+        if unknown and not any(one.kind is one.VAR_KEYWORD for one in known.values()):
             name = function.__qualname__.removesuffix(".__init__")
-            near = nearest(unknown[0], known())
+            near = nearest(unknown[0], known)
             raise UnknownNameError(f"{name} has no option {unknown[0]!r}; {near}")
         return function(*args, **kwargs)
 

@@ -257,9 +257,8 @@ def formula(text: str) -> str:
     try:
         from latex2mathml.converter import convert  # of the extra ``report``
 
-        return "".join(
-            convert(part) if place % 2 else escape(part) for place, part in enumerate(parts)
-        )
+        parts[::2], parts[1::2] = map(escape, parts[::2]), map(convert, parts[1::2])
+        return "".join(parts)
     except Exception:  # not installed, or an error of the package, which has many types
         return escape(text)
 

@@ -85,10 +85,8 @@ CHOICES = {"norm": tuple(NORMS), "wrt": tuple(WRT), "dtype": ("float32", "float6
 STORED: dict[str, Any] = {"str": str, "bool": bool, "int": int, "float": int | float, "list": list}
 STORED |= {"dict": dict, "Extent": dict, "None": type(None)}
 """Types of values in a store, by those that are declared."""
-OPTIONAL = (
-    *("notes", "quantization", "configuration", "runs"),
-    *("block", "block_bytes", "extras", "tau"),
-)
+OPTIONAL: tuple[str, ...] = ("notes", "quantization", "configuration", "runs")
+OPTIONAL += ("block", "block_bytes", "extras", "tau")
 """Attributes that stand only where there is something to tell."""
 
 
@@ -168,7 +166,7 @@ class RunInfo:
     command: str
     samples: int
     exact_samples: int
-    tokens: int
+    tokens: int = 0
     capture_error: float
     block: int | None = None
     block_bytes: int | None = None
@@ -239,11 +237,6 @@ class Contents:
             made=Extent(**ds.attrs["made"]),
         )
 
-    @property
-    def all_layers(self) -> bool:
-        """Every attention layer of the model is there."""
-        return len(set(self.layers)) == self.made.model_layers
-
 
 def sound(bound: str) -> str:
     """Name the variable that says where the assumptions of a bound hold."""
@@ -256,6 +249,12 @@ def own(ds: xr.Dataset) -> list[str]:
     extras = map(EXTRAS.__getitem__, ds.attrs.get("extras", ()))
     names = (*EXACT, *STATISTICS, *extras, *bounds, *map(sound, bounds))
     return [name for name in dict.fromkeys(names) if name in ds.variables]
+
+
+def extras_there(ds: xr.Dataset) -> list[str]:
+    """List the variables of a run's extras: of `OF_HEADS`, which monitors add, those asked for."""
+    own = {*EXTRAS} - {*OF_HEADS} | {*ds.attrs.get("extras", ())}
+    return [one for name, one in EXTRAS.items() if name in own and one in ds.variables]
 
 
 def flags(ds: xr.Dataset) -> list[str]:
@@ -348,7 +347,7 @@ def lacking_settings(ds: xr.Dataset) -> str:
 def _lacking(attrs: Mapping[Any, Any]) -> str:
     """Describe the first of a run's own settings that is missing or of a wrong kind."""
     drawn = DRAWN if attrs.get("norm") == "frobenius" else ()
-    if fault := _fault(RunInfo, attrs, (*drawn, "settings_checksum")):
+    if fault := _fault(RunInfo, attrs, (*drawn, "tokens", "settings_checksum")):
         return fault
     for name, known in CHOICES.items():
         if attrs[name] not in known:

@@ -1,7 +1,5 @@
 """Signs of life on standard error: a bar on a terminal, else a line every few seconds."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from datetime import timedelta
@@ -25,7 +23,7 @@ class Signs:
         show: False says nothing.
     """
 
-    _open: ClassVar[list[Signs]] = []
+    _open: ClassVar[list["Signs"]] = []
 
     def __init__(self, text: str, *, show: bool = True):
         columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())

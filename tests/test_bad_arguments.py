@@ -278,6 +278,7 @@ MESSAGES = [
     ),
     (lambda _: lb.compare("builtin:gpt2", client=3), "client is 3; give a dask.distributed.Client"),
     (lambda _: lb.compare("m", progress=3), "progress is 3; it must be True or False"),
+    (lambda _: lb.compare("m", inputs="a.txt"), "inputs is 'a.txt'; give a tensor, several, or a"),
     *(
         (lambda ds, axis=axis: lb.tables.summary(ds.mean(axis)), f"it has no {axis}s any more")
         for axis in ("sample", "layer", "head")

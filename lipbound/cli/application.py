@@ -4,8 +4,6 @@ Commands import what they need when they run: ``lipbound --help`` loads neither 
 else of size.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import os
@@ -34,17 +32,11 @@ SWITCHES = {
     "debug": "Show tracebacks.",
 }
 """Options that every command takes, behind its name or before it."""
-state: dict[str, Any] = {}
-"""State of the running command: whether each of `SWITCHES` is on, and a function that says what an
+FRESH = dict.fromkeys(SWITCHES, False) | {"kept": lambda: "nothing was written"}
+"""What a command begins with: whether each of `SWITCHES` is on, and a function that says what an
 interruption leaves (``kept``)."""
-
-
-def start_anew() -> None:
-    """Forget what an earlier command has set."""
-    state.update(dict.fromkeys(SWITCHES, False), kept=lambda: "nothing was written")
-
-
-start_anew()
+state: dict[str, Any] = dict(FRESH)
+"""The same of the running command."""
 
 
 class Command(TyperCommand):
@@ -69,16 +61,16 @@ class Command(TyperCommand):
 
 
 class Application(typer.Typer):
-    """Application that registers every command as a `Command`, with options from its docstring."""
+    """Application whose commands are made from functions and what their docstrings say."""
 
-    def command(self, name: str | None = None, **settings: Any) -> Callable[[Callback], Callback]:
+    def used_as(self, *examples: str) -> Callable[[Callback], Callback]:
+        """Register a `Command` called as a function is, less ``_command``, with examples of use."""
         also = "Every command also takes --quiet, --verbose and --debug."
-        settings |= {"cls": Command, "epilog": f"{settings.get('epilog') or ''}\n\n{also}"}
-        make = super().command
+        epilog = f"Example: lipbound {'; lipbound '.join(examples)}\n\n{also}"
 
         def register(command: Callback) -> Callback:
-            called = name or command.__name__.removesuffix("_command")
-            return make(called, help=with_options(command), **settings)(command)
+            how: Any = {"cls": Command, "epilog": epilog, "help": with_options(command)}
+            return self.command(command.__name__.removesuffix("_command"), **how)(command)
 
         return register
 
@@ -119,7 +111,7 @@ def main(received: Sequence[int] = ()) -> None:
     Args:
         received: Signals received so far, which grows where one comes.
     """
-    start_anew()
+    state.update(FRESH)
     status = 0
     with warnings.catch_warnings():
         warnings.simplefilter("always")

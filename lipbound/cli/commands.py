@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+import lipbound as lb
 from lipbound.cli.application import app, loading, state
 from lipbound.errors import LipboundError, shown
 from lipbound.formatting import counted, hanging, outwards, plain, plain_data, small
@@ -46,10 +47,7 @@ def blocks_in(out: Path | None) -> str:
     return f"{kept}; the same command with --resume goes on from there"
 
 
-@app.command(
-    epilog="Example: lipbound compare builtin:minilm --data alice.txt --samples 8 --max-length "
-    "128 --out minilm.zarr"
-)
+@app.used_as("compare builtin:minilm --data alice.txt --samples 8 --out minilm.zarr")
 def compare_command(*, scheduler: str | None = None, **options: Any) -> None:
     """Measure every attention head of a checkpoint and set every bound beside it.
 
@@ -70,7 +68,7 @@ def compare_command(*, scheduler: str | None = None, **options: Any) -> None:
     tell_saved(out)
 
 
-@app.command(epilog="Example: lipbound weights builtin:smollm2 --out weights.zarr")
+@app.used_as("weights builtin:smollm2 --out weights.zarr")
 def weights_command(model: str, *, out: Path | None = None) -> None:
     """Measure the weights of every head alone: no data, no forward pass.
 
@@ -103,9 +101,8 @@ def in_python_terms(options: dict[str, Any]) -> dict[str, Any]:
     return {"samples": samples, "delta": options["delta"] or None}
 
 
-@app.command(
-    epilog="Example: lipbound diff builtin:vit-baseline builtin:vit-jasmin --out vit.zarr; "
-    "lipbound diff before.zarr after.zarr"
+@app.used_as(
+    "diff builtin:vit-baseline builtin:vit-jasmin --out vit.zarr", "diff before.zarr after.zarr"
 )
 def diff_command(a: str, b: str, *, scheduler: str | None = None, **options: Any) -> None:
     """Set two runs, or two checkpoints on the same inputs, side by side: ratios B / A.
@@ -121,9 +118,6 @@ def diff_command(a: str, b: str, *, scheduler: str | None = None, **options: Any
 
     """
     from lipbound.models.catalogue import known_builtin
-    from lipbound.reporting import tables
-    from lipbound.reporting.tables import text_table
-    from lipbound.runs.diff import diff
 
     out = options["out"]
     for model in (a, b):
@@ -133,15 +127,15 @@ def diff_command(a: str, b: str, *, scheduler: str | None = None, **options: Any
     asked = options | in_python_terms(options)
     given = {name: value for name, value in asked.items() if value != getattr(RunConfig, name)}
     with cluster(scheduler) as client:
-        ds = diff(a, b, **given, client=client, progress=not state["quiet"])
+        ds = lb.diff(a, b, **given, client=client, progress=not state["quiet"])
     # what both have in common once
-    below = replace(tables.table_of(ds, "layer"), caption="", notes=[])
-    for table in (tables.table_of(ds), below):
-        typer.echo(text_table(table, columns()))
+    below = replace(lb.tables.table_of(ds, "layer"), caption="", notes=[])
+    for table in (lb.tables.table_of(ds), below):
+        typer.echo(lb.tables.text_table(table, columns()))
     tell_saved(out)
 
 
-@app.command(epilog="Example: lipbound sweep sweep.yaml --out runs")
+@app.used_as("sweep sweep.yaml --out runs")
 def sweep_command(file: Path, *, out: Path = Path("runs"), scheduler: str | None = None) -> None:
     """Do every combination of models, data and lengths; runs that fail do not stop the others.
 
@@ -168,7 +162,7 @@ def sweep_command(file: Path, *, out: Path = Path("runs"), scheduler: str | None
         raise LipboundError(f"{what}, and the same command tries again")
 
 
-@app.command(epilog="Example: lipbound verify minilm.zarr --places 8")
+@app.used_as("verify minilm.zarr --places 8")
 def verify_command(
     run: Path,
     *,
@@ -195,11 +189,10 @@ def verify_command(
         json: JSON, for programs; the status is the same.
     """
     with loading():
-        from lipbound.runs.store import load
         from lipbound.runs.verify import verify
     asked: dict[str, Any] = {"model": model, "data": data, "device": device, "dtype": dtype}
     asked |= {"places": places, "seed": seed, "automatic": automatic}
-    found = verify(load(run, damaged="accept"), **asked)
+    found = verify(lb.load(run, damaged="accept"), **asked)
     if json:
         said = {name: getattr(found, name) for name in ("ok", "problems", "notes", "places")}
         echo_json(said | {"table": found.table.reset_index().to_dict("records")})
@@ -209,7 +202,7 @@ def verify_command(
         raise typer.Exit(1)
 
 
-@app.command(epilog="Example: lipbound demo --out results")
+@app.used_as("demo --out results")
 def demo_command(*, out: Path = Path("lipbound-demo"), samples: int = 8) -> None:
     """Compare all bounds on the three builtin checkpoints, and draw their heatmaps.
 
@@ -217,11 +210,10 @@ def demo_command(*, out: Path = Path("lipbound-demo"), samples: int = 8) -> None
         out: Folder for runs and figures; must not exist yet.
         samples: Samples per checkpoint.
     """
-    from lipbound.reporting.plots import heatmaps
     from lipbound.runs.store import check_target
 
     check_folder_name("out", out, "holds three runs and their figures")
-    check_target(out)
+    check_target(out.expanduser())
     state["kept"] = lambda: f"runs that were finished are kept in {out}"
     told: list[str] = []
     for model in ("builtin:minilm", "builtin:gpt2", "builtin:vit"):
@@ -230,7 +222,7 @@ def demo_command(*, out: Path = Path("lipbound-demo"), samples: int = 8) -> None
         ds = measured(config)
         show(ds, told)
         for kind in ("pdf", "png"):
-            heatmaps(ds, out / f"{name}.{kind}")
+            lb.plots.heatmaps(ds, out / f"{name}.{kind}")
         typer.echo(f"saved {out / name}.zarr, drew {out / name}.pdf and .png\n")
 
 
@@ -296,12 +288,12 @@ def labels_of(given: list[str] | None) -> dict[str, str]:
 
 def stored(run: Path, step: int | None = None) -> Any:
     """Load a run as it was computed; of one over steps of training one step, or the last."""
-    from lipbound.runs.store import at_step, load
+    from lipbound.runs.store import at_step
 
-    return at_step(load(run, damaged="refuse"), step)
+    return at_step(lb.load(run, damaged="refuse"), step)
 
 
-@app.command(epilog="Example: lipbound heatmap minilm.zarr -o minilm.pdf --reduce geomean")
+@app.used_as("heatmap minilm.zarr -o minilm.pdf --reduce geomean")
 def heatmap_command(
     run: Path,
     *,
@@ -336,15 +328,13 @@ def heatmap_command(
             given several times.
         step: Of a run over steps of training: which one; the last by default.
     """
-    from lipbound.reporting.plots import heatmaps
-
     options: Any = {"scale": scale, "columns": columns, "style": style, "caption": caption}
     options |= {"over": over, "width": number_or_name(width), "reduce": number_or_name(reduce)}
-    heatmaps(stored(run, step), output, bounds=bounds, labels=labels_of(label), **options)
+    lb.plots.heatmaps(stored(run, step), output, bounds=bounds, labels=labels_of(label), **options)
     typer.echo(f"wrote {output}, and its caption to {output.stem}.caption.txt and .tex beside it")
 
 
-@app.command(epilog="Example: lipbound table minilm.zarr --format markdown")
+@app.used_as("table minilm.zarr --format markdown")
 def table_command(
     run: Path,
     *,
@@ -379,22 +369,17 @@ def table_command(
             given several times.
         step: Of a run over steps of training: which one; the last by default.
     """
-    from lipbound.reporting import tables
-
     ds = stored(run, step)
     options: Any = {"by": by, "bounds": bounds, "values": values}
     options |= {"reduce": number_or_name(reduce), "labels": labels_of(label)}
     if json:
-        echo_json(tables.table_of(ds, **options).data())
+        echo_json(lb.tables.table_of(ds, **options).data())
         return
     wide = columns() if width is None and format == "text" else number_or_name(width)
-    typer.echo(tables.render(ds, format, width=wide, **options))
+    typer.echo(lb.tables.render(ds, format, width=wide, **options))
 
 
-@app.command(
-    epilog="Example: lipbound cite minilm.zarr > references.bib; lipbound cite minilm.zarr "
-    "--format latex"
-)
+@app.used_as("cite minilm.zarr > references.bib", "cite minilm.zarr --format latex")
 def cite_command(
     run: Path, *, format: str = "bib", label: list[str] | None = None, step: int | None = None
 ) -> None:
@@ -408,16 +393,10 @@ def cite_command(
             given several times.
         step: Of a run over steps of training: which one; the last by default.
     """
-    from lipbound.reporting.tables import cite
-
-    ds = stored(run, step)
-    typer.echo(cite(ds, format, labels=labels_of(label)), nl=False)
+    typer.echo(lb.cite(stored(run, step), format, labels=labels_of(label)), nl=False)
 
 
-@app.command(
-    epilog="Example: lipbound report minilm.zarr -o minilm.html; lipbound report bert.zarr "
-    "gpt2.zarr -o both.html"
-)
+@app.used_as("report minilm.zarr -o minilm.html", "report bert.zarr gpt2.zarr -o both.html")
 def report_command(
     runs: list[Path],
     *,
@@ -446,18 +425,16 @@ def report_command(
             given several times.
         step: Of runs over steps of training: which one; the last by default.
     """
-    from lipbound.reporting.page.render import report
-
     options: Any = {"sample": sample, "details": details}
     options |= {"model": model, "data": data, "device": device}
     options |= {"reduce": number_or_name(reduce), "labels": labels_of(label)}
     shown_runs = runs if step is None else [stored(run, step) for run in runs]
-    for notice in report(shown_runs, output, **options):
+    for notice in lb.report(shown_runs, output, **options):
         typer.echo(f"note: {notice}", err=True)
     typer.echo(f"wrote {output} ({output.stat().st_size / 1e6:.1f} MB)")
 
 
-@app.command(epilog="Example: lipbound bounds")
+@app.used_as("bounds")
 def bounds_command(*, json: bool = False) -> None:
     """List all bounds: statement, norm, source, assumptions, cost.
 
@@ -465,16 +442,15 @@ def bounds_command(*, json: bool = False) -> None:
         json: JSON, for programs.
     """
     from lipbound.attention.variants import VARIANTS
-    from lipbound.bounds import get, names
 
+    every = [lb.bounds.get(name) for name in lb.bounds.names(None)]
     if json:
-        echo_json([get(name).facts() for name in names(None)])
+        echo_json([bound.facts() for bound in every])
         return
-    for name in names(None):
-        bound = get(name)
+    for bound in every:
         covers = ", ".join(VARIANTS[v] for v in VARIANTS if v in bound.covers) or "nothing"
         said = (
-            f"{name}: {bound.label}",
+            f"{bound.name}: {bound.label}",
             f"    {bound.statement}",
             f"    norm: {bound.norm} ({NORMS[bound.norm]})",
             f"    source: {bound.source} [{bound.citation}]",
@@ -487,7 +463,7 @@ def bounds_command(*, json: bool = False) -> None:
         typer.echo()
 
 
-@app.command(epilog="Example: lipbound models")
+@app.used_as("models")
 def models_command(*, json: bool = False) -> None:
     """List the checkpoints that come with lipbound: what each is, and its licence.
 
@@ -511,7 +487,7 @@ def models_command(*, json: bool = False) -> None:
     typer.echo(f"Any other model: {others}, or a GGUF file.")
 
 
-@app.command(epilog="Example: lipbound info minilm.zarr")
+@app.used_as("info minilm.zarr")
 def info_command(run: Path, *, json: bool = False) -> None:
     """Say what a stored run holds: model, data, settings, bounds, and whether it was altered.
 
@@ -521,9 +497,9 @@ def info_command(run: Path, *, json: bool = False) -> None:
     """
     from lipbound.reporting.labels import diff_facts, fact_words, facts
     from lipbound.runs.checksums import faults
-    from lipbound.runs.store import diff_faults, diff_of, load
+    from lipbound.runs.store import diff_faults, diff_of
 
-    ds = load(run, damaged="accept")
+    ds = lb.load(run, damaged="accept")
     of_two = is_diff(ds)
     wrong = (diff_faults if of_two else faults)(ds)
     files = (file for file in run.expanduser().rglob("*") if file.is_file())
@@ -558,16 +534,14 @@ def show(ds: xr.Dataset, told: list[str] | None = None) -> None:
 
     ``told`` are notes that were printed before, and are not again; the table's are added to it.
     """
-    from lipbound.reporting import tables
     from lipbound.reporting.labels import places
     from lipbound.reporting.statistics import ends, quantity
-    from lipbound.reporting.tables import text_table
 
-    made = tables.table_of(ds)
+    made = lb.tables.table_of(ds)
     fresh = [note for note in made.notes if note not in (told or ())]
     if told is not None:
         told += fresh
-    typer.echo(text_table(replace(made, notes=fresh), columns()))
+    typer.echo(lb.tables.text_table(replace(made, notes=fresh), columns()))
     if of_weights_alone(ds):
         return
     found, extent = Contents.of(ds), ""

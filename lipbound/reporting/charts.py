@@ -16,10 +16,9 @@ from lipbound.bounds.registry import get
 from lipbound.errors import LipboundError, check_made, choice, shown, whole
 from lipbound.formatting import counted, directed, joined, plain, span
 from lipbound.reporting import statistics, styles
-from lipbound.reporting.labels import model_name, over, relabelled, told, told_apart
-from lipbound.reporting.statistics import label_of
+from lipbound.reporting.labels import extra_title, model_name, over, relabelled, told, told_apart
 from lipbound.runs.store import load, run_of, takes_run
-from lipbound.schema import ALIKE, EXACT, MEANS, STATISTICS, STEP, with_exact
+from lipbound.schema import ALIKE, EXACT, EXTRAS, MEANS, STATISTICS, STEP, with_exact
 
 if TYPE_CHECKING:
     from lipbound.jacobians.token_norms.token_norm import TokenProfile
@@ -117,8 +116,8 @@ def by_layer(
         for j, name in enumerate(statistics.panels(ds, kept)):
             label = str(ds[name].attrs["label"])
             label = label if len(found) == 1 else f"{title}: {label}" if kept else title
-            style: Any = {"color": f"C{k if len(found) > 1 else j}", "ls": DASHES[j % len(DASHES)]}
-            _line(axes, ds[name], reduce, label, style | {"marker": ".", "ms": 4, "lw": 1})
+            look = f"C{k if len(found) > 1 else j}", DASHES[j % len(DASHES)]
+            _line(axes, ds[name], reduce, label, *look)
     axes.set(yscale="log", ylabel="local Lipschitz constant")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.yaxis.set_major_formatter(LogFormatter())
@@ -192,16 +191,15 @@ DASHES = ("-", "--", ":", "-.")
 """Lines of exact norms, and of bounds in turn."""
 
 
-def _line(
-    axes: Axes, values: xr.DataArray, reduce: str | float, label: str, style: dict[str, Any]
-) -> None:
+def _line(axes: Axes, values: xr.DataArray, reduce: Any, label: str, color: str, ls: str) -> None:
     """One line against layers, with its interval as a band; none where it is infinite."""
     dims = [str(dim) for dim in values.dims if dim != "layer"]
     x, middle = values["layer"].values, statistics.reduce_samples(values, reduce, dims)
-    axes.plot(x, middle.where(np.isfinite(middle)), label=label, **style)
+    shown = middle.where(np.isfinite(middle))
+    axes.plot(x, shown, label=label, color=color, ls=ls, marker=".", ms=4, lw=1)
     ends = statistics.sample_span(values, reduce, dims)
     lower, upper = (end.where(np.isfinite(end)) for end in ends)
-    axes.fill_between(x, lower, upper, color=style["color"], alpha=0.2, lw=0)
+    axes.fill_between(x, lower, upper, color=color, alpha=0.2, lw=0)
 
 
 def _beyond(values: np.ndarray, boxed: bool, low: float, high: float) -> str:
@@ -275,7 +273,8 @@ def ball_curve(
 _STEPS = (1, 2, 5, 10)
 """Round distances of ticks, and ten times these, and so on."""
 UNITS = {"largest_logit": "score", "entropy": "nats", "first_token": "share of attention"}
-"""Units of the axes of statistics."""
+UNITS |= {"batch_logit": "score", "qk_clip": "factor"}
+"""Units of what is on axes that are not logarithmic."""
 
 
 def over_steps(
@@ -290,14 +289,16 @@ def over_steps(
 ) -> Axes:
     """Draw a quantity over the steps of a training, a line for every layer.
 
-    Norms and bounds are on a logarithmic axis. With ``path``, the caption is written beside it.
+    Norms, bounds and most extras are on a logarithmic axis; logits, QK-clip's factor and what is a
+    mean over queries are not. With ``path``, the caption is written beside it.
 
     Args:
         ds: a run over steps, from `lipbound.Monitor` or `lipbound.load`, or its path.
-        name: "exact", a bound of the run, "largest_logit", "entropy" or "first_token".
+        name: "exact", a bound or an extra of the run, "largest_logit", "entropy" or "first_token".
         path: where to write it.
-        reduce: over samples and heads, as in `heatmaps`; by default the geometric mean of norms and
-            bounds, the maximum of logits, the mean of what is a mean over queries.
+        reduce: over samples and heads, as in `heatmaps`; by default the maximum of logits, the
+            smallest factor of QK-clip (0, a quantile), the mean of what is a mean over queries, and
+            the geometric mean of all else.
         width: "page", "column", "slide", or inches. font_size: points. labels: as in `heatmaps`.
 
     Raises:
@@ -308,9 +309,11 @@ def over_steps(
         raise LipboundError("the run has no steps of training; lb.Monitor makes one that has")
     ds = relabelled(ds, labels)
     known = [one for one in (*EXACT[:3], *STATISTICS, *ds.attrs["bounds"]) if one in ds.data_vars]
-    logarithmic = choice("quantity", name, known) not in STATISTICS
-    usual = "geomean" if logarithmic else "mean" if name in MEANS else "max"
-    how = usual if reduce is None else reduce
+    extras = statistics.extras(ds)
+    name = choice("quantity", EXTRAS.get(name, name), [*known, *extras])
+    logarithmic = name not in UNITS
+    usual = dict.fromkeys(MEANS, "mean") | {"largest_logit": "max", "batch_logit": "max"}
+    how = (usual | {"qk_clip": 0.0}).get(name, "geomean") if reduce is None else reduce
     axes_of_mean = [axis for axis in ("sample", "head") if axis in ds.dims]
     lines = statistics.reduce_samples(ds[name], how, axes_of_mean).transpose("layer", STEP)
     settings, inches, _ = styles.look(None, width, font_size)
@@ -328,15 +331,16 @@ def over_steps(
             _within_ten(axes, *statistics.ends(lines))
         else:
             axes.ticklabel_format(axis="y", useOffset=False)
-        axes.set_title(label_of(ds, name), parse_math=False)
-        axes.set_ylabel("local Lipschitz constant" if logarithmic else UNITS[name])
+        axes.set_title(statistics.label_of(ds, name), parse_math=False)
+        norm = extra_title(ds, name) if name in extras else "local Lipschitz constant"
+        axes.set_ylabel(UNITS.get(name, norm), parse_math=False)
         columns = -(-len(layers) // 12)
         figure.legend(title="layer", loc="outside right upper", ncols=columns, frameon=False)
         if path is None:
             return axes
         means = over(ds, axes_of_mean)
         said = f"{statistics.reduction_name(how)}{means}, " if means else ""
-        words = f"{label_of(ds, name)}: {said}a line for every layer. {told(ds)}."
+        words = f"{statistics.label_of(ds, name)}: {said}a line for every layer. {told(ds)}."
         return styles.written(axes, path, plain(words))
 
 

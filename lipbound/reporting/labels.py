@@ -17,7 +17,6 @@ from lipbound.bounds.audit import audit, missing
 from lipbound.errors import LipboundError, UnknownNameError, choice, shown
 from lipbound.formatting import counted, joined, number, plain, small
 from lipbound.reporting import statistics
-from lipbound.reporting.statistics import check_numbers, quantity
 from lipbound.runs.checksums import edited
 from lipbound.runs.store import both_runs, diff_of, load, takes_run
 
@@ -50,7 +49,7 @@ MEANING = {
 """Meaning of the audit's marks, of heads or layers."""
 
 
-def relabelled(ds: xr.Dataset, labels: Mapping[str, str] | None = None) -> xr.Dataset:
+def relabelled(ds: xr.Dataset, labels: Any = None) -> xr.Dataset:
     """Copy of a run with other labels of its variables, model and data.
 
     What the run itself says of them stays in its settings.
@@ -63,9 +62,8 @@ def relabelled(ds: xr.Dataset, labels: Mapping[str, str] | None = None) -> xr.Da
         UnknownNameError: a name that the run has not.
         LipboundError: a label that is no text.
     """
-    check_numbers(ds)
-    other: Any = labels
-    if not isinstance(other, Mapping | None):
+    statistics.check_numbers(ds)
+    if not isinstance(labels, Mapping | None):
         raise LipboundError(f"labels is {shown(labels)}; give a text for each name, as a dict")
     given, others = dict(labels or {}), ("model", "data")
     names = {name: name for name in ("exact", "exact_l2", *schema.bounds_there(ds))} | schema.EXTRAS
@@ -93,8 +91,7 @@ def model_name(ds: xr.Dataset) -> str:
 def told_apart(names: Iterable[str]) -> list[str]:
     """Number names that occur several times."""
     several = list(names)
-    numbered = [f"{name} ({k})" for k, name in enumerate(several, 1)]
-    return [b if several.count(a) > 1 else a for a, b in zip(several, numbered, strict=True)]
+    return [f"{one} ({k})" if several.count(one) > 1 else one for k, one in enumerate(several, 1)]
 
 
 def step_words(ds: xr.Dataset) -> str:
@@ -107,7 +104,7 @@ def step_words(ds: xr.Dataset) -> str:
     steps = ds[schema.STEP].values.reshape(-1).tolist()
     if len(steps) == 1:
         return f"after {counted(steps[0], 'step')} of training"
-    norms = int(schema.with_exact(ds, schema.STEP).sum()) if schema.STEP in ds.dims else len(steps)
+    norms = int(schema.with_exact(ds, schema.STEP).sum())
     some = f" (with norms at {norms} of them)" if norms < len(steps) else ""
     return f"at {len(steps)} steps of training from {steps[0]} to {steps[-1]}{some}"
 
@@ -257,9 +254,7 @@ def ranges(numbers: Iterable[int]) -> str:
     return joined([part for parts in short for part in parts])
 
 
-def over(
-    ds: xr.Dataset, axes: Iterable[str] = ("sample", "layer", "head"), *, exact: bool = True
-) -> str:
+def over(ds: xr.Dataset, axes: Iterable[str] = schema.AXES, *, exact: bool = True) -> str:
     """Words on the axes of a mean, such as " over samples and heads"; empty for none.
 
     Args:
@@ -279,7 +274,7 @@ def places(ds: xr.Dataset) -> str:
     "6 layers x 12 heads", "layers 0 to 2 of 6 counted from 0, heads 3 and 4 of 12 counted from 0".
     """
     there = schema.Contents.of(ds)
-    layers, whole = list(there.layers), there.all_layers
+    layers, whole = list(there.layers), len({*there.layers}) == there.made.model_layers
     some = _some("layer", layers, there.made.model_layers)
     text = counted(len(layers), "layer") if whole else some
     if "head" not in ds.dims:
@@ -510,7 +505,7 @@ def ratio_run(ds: xr.Dataset, labels: Mapping[str, str] | None = None) -> xr.Dat
     """
     runs, names, there = both_runs(ds), side_names(labels), dict[Any, Any](ds.variables)
     known = there["ratio"].notnull()
-    norms: Any = [[quantity(run, "exact", end) for end in (None, 0, 1)] for run in runs]
+    norms: Any = [[statistics.quantity(run, "exact", end) for end in (None, 0, 1)] for run in runs]
     a, b = ([one.where(known) for one in ends] for ends in norms)
     ends = there.get("ratio_lower", b[1] / a[2]), there.get("ratio_upper", b[2] / a[1])
     found = {"a": (names["a"], a), "b": (names["b"], b)}

@@ -49,6 +49,7 @@ Limits = tuple[float, float] | None
 """Ends of a colour scale, log10; None for those of its values."""
 Bounds = Iterable[str] | None
 How = statistics.Reduction | None
+Over = str | None
 COLORMAP = "cividis"
 DIVERGING = "RdBu_r"
 """Colours of ratios of two runs: blue below one, red above."""
@@ -109,9 +110,7 @@ class Scale:
         return "both" if over and under else "max" if over else "min" if under else "neither"
 
 
-def log10(
-    ds: xr.Dataset, names: Iterable[str], reduce: str | float, over: str | None = None
-) -> Grids:
+def log10(ds: xr.Dataset, names: Iterable[str], reduce: str | float, over: Over = None) -> Grids:
     """Logarithms of the values of panels; -inf for zero, NaN where there is no value.
 
     Args:
@@ -218,13 +217,19 @@ class Panels(NamedTuple):
     own_bars: bool = False
     dots: Mapping[str, np.ndarray] = {}
 
+    @property
+    def sections(self) -> list[list[Scale]]:
+        """Colour bars by sections of panels, which stand below one another."""
+        return [self.bars] if self.own_bars else [[bar] for bar in self.bars]
+
 
 class Layout(NamedTuple):
     """Sizes of a figure that fits on the paper, in inches, and of its type, in points.
 
     Attributes:
         points, line: size of the type, and height of a line of it.
-        across: panels in a row. side, high: width and height of a panel. tall: of the figure.
+        across: panels in a row. rows: of each section.
+        side, high: width and height of a panel. tall: of the figure.
         beside: colour bars stand on the right of their panels.
         words: the caption that is drawn, in lines.
     """
@@ -232,6 +237,7 @@ class Layout(NamedTuple):
     points: float
     line: float
     across: int
+    rows: list[int]
     side: float
     high: float
     tall: float
@@ -240,30 +246,23 @@ class Layout(NamedTuple):
 
 
 def arrange(
-    counts: Sequence[int],
-    shape: Sequence[int],
-    inches: float,
-    points: float,
-    *,
-    columns: int | None = None,
-    shrink: bool = False,
-    own_bars: bool = False,
-    caption: str = "",
+    panels: Panels, inches: float, points: float, columns: int | None, shrink: bool, caption: str
 ) -> Layout:
     """Choose the panels in a row, and the size of type, so that a figure fits on the paper.
 
     Args:
-        counts: panels of each section; sections stand below one another.
-        shape: rows and columns of a panel. inches: width of the figure. points: size of its type.
+        panels: of the figure. inches: its width. points: size of its type.
         columns: panels in a row, where they are asked for; else the fewest with which panels keep
             their natural height, or those with which they are largest.
         shrink: whether smaller type may be taken where panels would become too flat.
-        own_bars: as in `Panels`. caption: what is drawn into the picture.
+        caption: what is drawn into the picture.
 
     Raises:
         PaperError: so many panels in so few columns are taller than the paper.
     """
-    layers, cells = shape
+    own_bars, shapes = panels.own_bars, [grid.shape for grid in panels.grids.values()]
+    layers, cells = map(max, zip(*shapes, strict=True))
+    counts = [sum(len(bar.names) for bar in section) for section in panels.sections]
     limit = styles.paper_height(inches, captioned=bool(caption))
     for size in (points * share for share in ((1.0, 0.9, 0.8, 0.7) if shrink else (1.0,))):
         line = size / 72 * LINE
@@ -281,15 +280,15 @@ def arrange(
             # cells are square, or nearly so
             square = side * min(max(layers / cells, min(0.55, 3 * layers / cells)), 1.25)
             natural = max(1.25 * FLAT * line, min(square, 3.5 * layers * line))
-            rows = sum(-(-count // abreast) for count in counts)
+            rows = [-(-count // abreast) for count in counts]
             # titles (long labels in two lines), numbers below panels, colour bars, the caption
-            lines = (1.15 * (3 if side < 10 * line else 2) + 0.6) * rows
+            lines = (1.15 * (3 if side < 10 * line else 2) + 0.6) * sum(rows)
             lines += len(counts) * (2.8 if beside else 6.4)
             lines += 2.4 * sum(count > abreast and count % abreast > 0 for count in counts)
             lines += 1.25 * (words.count("\n") + 2) * bool(caption) + 0.3
-            high = min(natural, (limit - lines * line) / rows)
-            tall = lines * line + rows * high
-            one = Layout(size, line, abreast, side, high, tall, beside, words)
+            high = min(natural, (limit - lines * line) / sum(rows))
+            tall = lines * line + sum(rows) * high
+            one = Layout(size, line, abreast, rows, side, high, tall, beside, words)
             found.append((high / natural, one))
         _, best = max(found, key=lambda one: one[0])  # of equals the first
         if best.high >= FLAT * line and best.side >= 2 * line:
@@ -313,30 +312,23 @@ def figure_of(panels: Panels, path: str | Path | None, paper: Paper) -> Figure:
     width, columns, font_size, style, captioned = paper
     settings, inches, points = styles.look(style, width, font_size)
     columns = None if columns is None else errors.whole("columns", columns, least=1)
-    grids, own_bars = panels.grids, panels.own_bars
-    counts = [len(grids)] if own_bars else [len(bar.names) for bar in panels.bars]
-    shape = [max(sizes) for sizes in zip(*(grid.shape for grid in grids.values()), strict=True)]
-    how: Any = {"columns": columns, "shrink": font_size is None and style is None}
-    how |= {"own_bars": own_bars, "caption": panels.caption if captioned else ""}
-    layout = arrange(counts, shape, inches, points, **how)
+    shrink, words = font_size is None and style is None, panels.caption if captioned else ""
+    layout = arrange(panels, inches, points, columns, shrink, words)
     with matplotlib.rc_context(settings | {"font.size": layout.points}):
         pad = 0.4 * layout.line
         engine = ConstrainedLayoutEngine(h_pad=pad, w_pad=pad)
         figure = styles.Drawing(figsize=(inches, layout.tall), layout=engine)
-        rows = [-(-count // layout.across) for count in counts]
-        places = figure.subplots(sum(rows), layout.across, squeeze=False)
-        sections = [panels.bars] if own_bars else [[bar] for bar in panels.bars]
-        for section, end, high in zip(sections, np.cumsum(rows), rows, strict=True):
-            _draw_section(figure, panels, layout, section, places[end - high : end].ravel())
+        places = figure.subplots(sum(layout.rows), layout.across, squeeze=False)
+        blocks = np.split(places, np.cumsum(layout.rows)[:-1])
+        for section, block in zip(panels.sections, blocks, strict=True):
+            _draw_section(panels, layout, section, block.ravel())
         if layout.words:
             look: Any = {"linespacing": 1.3, "parse_math": False}
             figure.supxlabel(layout.words, fontsize=layout.points - 0.5, **look)
         return styles.written(figure, path, panels.caption)
 
 
-def _draw_section(
-    figure: Figure, panels: Panels, layout: Layout, bars: list[Scale], block: np.ndarray
-) -> None:
+def _draw_section(panels: Panels, layout: Layout, bars: list[Scale], block: np.ndarray) -> None:
     """Draw panels in rows of axes, with one colour bar for all of them or one for each."""
     grids, size, line = panels.grids, layout.points, layout.line
     alike = len({grid.shape for grid in grids.values()}) == 1
@@ -366,7 +358,7 @@ def _draw_section(
     for axes in block[count:]:
         axes.set_visible(False)
     if not panels.own_bars:
-        sides = len(block) / layout.across * layout.high, 0.9 * figure.get_figwidth()
+        sides = len(block) / layout.across * layout.high, 0.9 * block[0].figure.get_figwidth()
         long, thick = sides if layout.beside else sides[::-1]
         at: Any = {"location": "right" if layout.beside else "bottom"}
         at |= {"fraction": 1.5 * line / thick, "pad": 0.5 * line / thick}
@@ -409,13 +401,7 @@ def _number_axes(axes: Axes, ds: xr.Dataset, most: int = 6) -> None:
 
 
 def _panels(
-    given: Any,
-    bounds: Bounds,
-    reduce: How,
-    scale: str = "rows",
-    over: str | None = None,
-    limits: Limits = None,
-    labels: Any = None,
+    given: Any, bounds: Bounds, reduce: How, scale: str, over: Over, limits: Limits, labels: Any
 ) -> Panels:
     """Return the panels of a figure of a run, of several runs, or of a diff."""
     given = opened(given, bounds=bounds, over=over, scale=scale != "rows" and scale, limits=limits)
@@ -473,9 +459,8 @@ def _of_diff(ds: xr.Dataset, reduce: How, labels: Mapping[str, str] | None) -> P
     most = max(most, 1e-3) if np.isfinite(most) else 1.0
     undecided = np.zeros(grid.shape, dtype=bool)
     samples = statistics.samples_with_values(ds["ratio"])
-    if across(ds) == "head" and samples > 1:
-        of_cells = ds["ratio"].transpose("sample", "layer", "head")
-        lower, upper = statistics.sample_span(of_cells, how)
+    if across(ds) == "head":
+        lower, upper = statistics.sample_span(ds["ratio"].transpose("sample", "layer", "head"), how)
         undecided = ((lower <= 1) & (upper >= 1)).values
     spread = statistics.spread_title(samples, how)
     dots = f" Dots: the {spread} of the cell contains 1." * bool(undecided.any())
@@ -681,7 +666,7 @@ def caption(
     labels: Mapping[str, str] | None = None,
 ) -> str:
     """The caption that `heatmaps` writes beside the figure with these arguments."""
-    return _panels(ds, bounds, reduce, scale, over, labels=labels).caption
+    return _panels(ds, bounds, reduce, scale, over, None, labels).caption
 
 
 def _caption(ds: xr.Dataset, bars: list[Scale], reduce: str | float, scale: str) -> str:

@@ -14,7 +14,6 @@ from lipbound.bounds.registry import get, resolve
 from lipbound.errors import LipboundError, UnknownNameError, choice, is_number, nearest, shown
 from lipbound.formatting import plain
 from lipbound.runs.store import takes_run
-from lipbound.schema import EXTRAS, SIDES, bounds_there, compared_with, norm_of, sound
 
 REDUCTIONS = ("mean", "geomean", "max", "median")
 Reduction = str | float
@@ -169,7 +168,7 @@ SPANS = {LIKELY: INTERVAL, RANGE: ("sample_min", "sample_max")}
 """Columns of two ends in words, and those of their ends in numbers."""
 AUDITED = ("compared", "sound", "violations")
 """Columns that count places of the audit."""
-EXTRA_WIDTHS = dict.fromkeys(EXTRAS.values(), 2e-6) | {EXTRAS["condition"]: 0.04}
+EXTRA_WIDTHS = dict.fromkeys(schema.EXTRAS.values(), 2e-6) | {schema.EXTRAS["condition"]: 0.04}
 """Relative widths to which the extras of runs are known."""
 MOST = {"row_norm": 0.5, "qk_clip": 1.0}
 """Values that extras cannot exceed."""
@@ -195,7 +194,7 @@ def summary(ds: xr.Dataset) -> pd.DataFrame:
     Heads whose exact norm is zero have no ratio.
     """
     check_numbers(ds)
-    names, counts, rows = bounds_there(ds), audit(ds), []
+    names, counts, rows = schema.bounds_there(ds), audit(ds), []
     for name in names:
         lower = geomean(quantity(ds, name, 0)) if has_upper(ds, name) else float("nan")
         row = {"label": label_of(ds, name), "geomean_lower": lower}
@@ -315,10 +314,10 @@ def present(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
     Raises:
         UnknownNameError: others, those that no bound has before those that the run lacks.
     """
-    names = bounds_there(ds) if bounds is None else requested(ds, bounds)
-    if missing := [name for name in names if name not in bounds_there(ds)]:
+    names = schema.bounds_there(ds) if bounds is None else requested(ds, bounds)
+    if missing := [name for name in names if name not in schema.bounds_there(ds)]:
         missing = [get(name).name for name in missing]
-        known = ", ".join(bounds_there(ds)) or "none"
+        known = ", ".join(schema.bounds_there(ds)) or "none"
         raise UnknownNameError(f"the run has no bound {missing[0]!r}; it has {known}")
     return names
 
@@ -343,9 +342,9 @@ def requested(ds: xr.Dataset, bounds: str | Iterable[str]) -> list[str]:
     if not isinstance(bounds, str):
         return list(bounds)
     names = [part.strip() for part in bounds.split(",") if part.strip()]
-    if names and all(name in (*bounds_there(ds), *EXTRAS) for name in names):
+    if names and all(name in (*schema.bounds_there(ds), *schema.EXTRAS) for name in names):
         return list(dict.fromkeys(names))
-    return resolve(bounds, norm_of(ds))
+    return resolve(bounds, schema.norm_of(ds))
 
 
 @takes_run
@@ -354,16 +353,14 @@ def panels(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
 
     The exact norm, then bounds, each behind the exact norm of its own map.
     """
-    pairs = ((compared_with(ds, name), name) for name in present(ds, bounds))
+    pairs = ((schema.compared_with(ds, name), name) for name in present(ds, bounds))
     own = ["exact"] * (not schema.of_weights_alone(ds))
     return list(dict.fromkeys([*own, *(name for pair in pairs for name in pair)]))
 
 
 def extras(ds: xr.Dataset) -> list[str]:
-    """Variables with values besides norms: see `EXTRA_WIDTHS`; of a diff the norms of its runs."""
-    asked = [EXTRAS[name] for name in ds.attrs.get("extras", ())]  # monitors add statistics
-    there = [name for name in (*EXTRA_WIDTHS, *SIDES) if name in ds.variables]
-    there = [name for name in there if name not in schema.OF_HEADS or name in asked]
+    """Extras of a run that have values; of a diff the norms of its runs."""
+    there = [*schema.extras_there(ds), *(side for side in schema.SIDES if side in ds.variables)]
     return [name for name in there if ds[name].notnull().any()]
 
 
@@ -424,7 +421,7 @@ def ratio(ds: xr.Dataset, name: str) -> xr.DataArray:
 
 def has_upper(ds: xr.Dataset, name: str) -> bool:
     """True if the exact norm a bound is compared with (or "exact" itself) has an upper end."""
-    return "exact_upper" in ds and (name == "exact" or compared_with(ds, name) == "exact")
+    return "exact_upper" in ds and (name == "exact" or schema.compared_with(ds, name) == "exact")
 
 
 def quantity(ds: xr.Dataset, name: str, end: End = None) -> xr.Variable:
@@ -443,7 +440,7 @@ def quantity(ds: xr.Dataset, name: str, end: End = None) -> xr.Variable:
     if name in EXTRA_WIDTHS:
         width = 0 if end is None else (end - 0.5) * EXTRA_WIDTHS[name]
         return (there[name] + width * abs(there[name])).clip(max=MOST.get(name))
-    of = "exact" if name == "exact" else compared_with(ds, name)
+    of = "exact" if name == "exact" else schema.compared_with(ds, name)
     exact = there[of]
     norms = [exact * (1 - allowance(of)), exact * (1 + float(ds.attrs["tol"]))]
     if has_upper(ds, name):
@@ -454,7 +451,7 @@ def quantity(ds: xr.Dataset, name: str, end: End = None) -> xr.Variable:
     with np.errstate(all="ignore"):
         found = (there[name] / exact).where(known).transpose(*exact.dims)
         if end is not None:
-            least = found.clip(max=1).where(there[sound(name)], 0.0) if end == 0 else found
+            least = found.clip(max=1).where(there[schema.sound(name)], 0.0) if end == 0 else found
             other = found * (exact / norms[1 - end])
             found = least.where(~(other > least), other).where(found.notnull())
     return found

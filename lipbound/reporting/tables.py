@@ -35,7 +35,6 @@ from lipbound.reporting.labels import run_caption as caption
 from lipbound.reporting.statistics import BY, LIKELY, RANGE, breakdown, panels, ratio, summary
 from lipbound.runs.checksums import edited
 from lipbound.runs.store import Run, both_runs, run_of, takes_run
-from lipbound.schema import EXTRAS, Contents, bounds_there, is_diff, of_weights_alone, with_exact
 
 __all__ = ["BY", "FORMATS", "Table", "bibtex", "breakdown", "caption", "footnotes", "latex"]
 __all__ += ["left_out", "methods", "panels", "ratio", "readable", "render", "summary", "table_of"]
@@ -223,8 +222,8 @@ NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e-?\d+)?")
 FORMULA = re.compile(
     r"(\b[xh] ->(?: ?(?:softmax|layer|norm|k\^T|[xhqkv](?![a-z])|[()+]))+"  # a map
     r"|\|\|[A-Z]+(?:_[A-Z])?\|\|(?:_F)?(?:\^\d)?|sqrt\([A-Za-z0-9]\)|\b[A-Z]'(?!\w)"
-    r"|\b[A-Z] = \d+\b|\b[A-Z]+\^T\b|(?<=layers )x(?= \d)"
-    r"|(?<![\w.])(?:1 [+-] )?\d(?:\.\d+)?e-\d+\b|\blog10\b)"
+    r"|\b[A-Z] = \d+\b|\b[A-Z]+\^T\b|(?<![\w./-])(?:W_[A-Z] )?W_[A-Z](?:\^T)?(?!\w)"
+    r"|(?<=layers )x(?= \d)|(?<![\w.])(?:1 [+-] )?\d(?:\.\d+)?e-\d+\b|\blog10\b)"
 )
 """Mathematics that our statements, labels and descriptions write as plain text."""
 SYMBOLS = {"x": "\\times", "log10": "\\log_{10}"}
@@ -242,6 +241,8 @@ def typeset(text: str) -> str:
 
     >>> typeset("x -> softmax(q k^T) v, up to 2 ||W_V|| of 50 %")
     '$x \\to \\mathrm{softmax}(q k^{T}) v$, up to 2 $\\|W_V\\|$ of 50 \\%'
+    >>> typeset("norms of W_Q W_K^T and of W_V W_O, not of my/W_K")
+    'norms of $W_Q W_K^{T}$ and of $W_V W_O$, not of my/W\\_K'
     """
     parts = FORMULA.split(HASH.sub(r"\1", plain(text)))
     parts[::2] = map(_words, parts[::2])
@@ -292,10 +293,8 @@ def latex_table(table: Table, width: str | float | None = None) -> str:
     named = isinstance(width, str)
     room, points, rows = SIZES[choice("width", width, SIZES)] if named else (float(width), 8, 40)
     if not room >= LEAST_POINTS:
-        what = (
-            f"it must be a number of points, at least {LEAST_POINTS}, or one of {', '.join(SIZES)}"
-        )
-        raise LipboundError(f"width is {width}; {what}")
+        what = f"width is {width}; it must be a number of points, at least {LEAST_POINTS}"
+        raise LipboundError(f"{what}, or one of {', '.join(SIZES)}")
     size = points / 10 * 1.07  # small type is wider
 
     table = replace(table, shown=table.shown.drop(columns="name", errors="ignore"))
@@ -310,9 +309,8 @@ def latex_table(table: Table, width: str | float | None = None) -> str:
         for block in blocks
     ]
     fits = f"at most {room:g} pt wide; for a table environment, or running text"
-    comments = ["\\usepackage{booktabs, siunitx}", fits, table.caption]
-    if left_out:
-        comments.append(f"no room for: {', '.join(left_out)}; --width page has more")
+    none = [f"no room for: {', '.join(left_out)}; --width page has more"] if left_out else []
+    comments = ["\\usepackage{booktabs, siunitx}", fits, table.caption, *none]
     said = filter(None, [table.head, *table.notes])
     notes = [*(f"{one[0].upper()}{one[1:]}" for one in said), table.caption]
     lines = [  # no group in braces: a frame of beamer would take it for its subtitle
@@ -456,7 +454,7 @@ def table_of(
         what = "rows per bound are geometric means of ratios"
         raise LipboundError(f"{what}; reduce and values are for rows by layer or head")
     given = opened(ds, values=values != "ratio" and values)
-    if not is_diff(given):
+    if not schema.is_diff(given):
         run = texts.relabelled(run_of(given), labels)
         chosen = None if bounds is None else statistics.present(run, bounds)
         if by == "bound":
@@ -496,7 +494,7 @@ def _table(
     mean: str = "geometric mean",
 ) -> Table:
     """A table with its caption and notes, without what is over samples where there is one."""
-    samples = int(with_exact(ds).sum())
+    samples = int(schema.with_exact(ds).sum())
     known = ds.attrs.get(RATIO_TOLD)
     said, notes = known or (caption(ds), [*extra_notes(ds), *footnotes(ds, bounds)])
     spread = [f"{RANGE}: smallest to largest {mean} of a single sample"]
@@ -512,9 +510,9 @@ def _table(
 
 def _by_bound(ds: xr.Dataset, chosen: Names) -> Table:
     """`summary`, ready to be written; of no bounds, what the exact norms are."""
-    counts, names = audit(ds), bounds_there(ds) if chosen is None else chosen
+    counts, names = audit(ds), schema.bounds_there(ds) if chosen is None else chosen
     if not names:
-        norms = statistics.extras(ds) if of_weights_alone(ds) else ["exact"]
+        norms = statistics.extras(ds) if schema.of_weights_alone(ds) else ["exact"]
         return _of_norms(ds, norms, bounds=chosen)
     numbers = summary(ds).loc[names]
     columns = _of_each(ds, names) | {
@@ -534,7 +532,7 @@ def _of_norms(ds: xr.Dataset, names: Sequence[str], bounds: Names = None) -> Tab
     numbers = pd.DataFrame(rows, pd.Index(names, name="norm"))
     labels = {"norm": [statistics.label_of(ds, name) for name in names]}
     shown = pd.DataFrame(labels | _of_each(ds, names))
-    what = "numbers of weights" if of_weights_alone(ds) else "exact norm"
+    what = "numbers of weights" if schema.of_weights_alone(ds) else "exact norm"
     head = f"{'exact norms and their ratio' if RATIO_TOLD in ds.attrs else what}{texts.over(ds)}"
     return _table(ds, numbers, shown, head=head, bounds=bounds)
 
@@ -550,7 +548,7 @@ def _of_each(ds: xr.Dataset, names: Sequence[str]) -> dict[str, Any]:
 def extra_notes(ds: xr.Dataset) -> list[str]:
     """A sentence on each extra of a run: its median and its range, and where it is not known."""
     notes, extras = [], statistics.extras(ds)
-    for name in filter(ds.variables.__contains__, EXTRAS.values()):
+    for name in schema.extras_there(ds):
         both = [statistics.quantity(ds, name, end) for end in (0, 1)]
         dims = list(map(str, ds[name].dims))
         start, end = (float(statistics.reduce_samples(one, "median", dims)) for one in both)
@@ -583,23 +581,6 @@ def _spread_columns(low: pd.DataFrame, high: pd.DataFrame, name: str) -> dict[st
     return found
 
 
-def _said_of_cells(
-    ds: xr.Dataset, bounds: list[str], by: str, values: str, reduce: str | float, exact: str
-) -> str:
-    """Line above `breakdown`: the meaning of its cells and the axes of its means."""
-    axes = ("sample",) if by == "head" else ("sample", "head")
-    means = texts.over(ds, axes, exact=values == "ratio")
-    what = ("bound / exact" if values == "ratio" else "bound") if bounds else ""
-    others = [texts.extra_title(ds, name) for name in statistics.extras(ds)]
-    head = ", ".join(filter(None, (exact, *others, what)))
-    head = f"{statistics.reduction_name(reduce)}{means}: {head}" if means else head
-    there = Contents.of(ds)
-    if there.norms and there.exact_samples != there.samples:
-        bounded = "" if values == "ratio" else f", bounds of all {there.samples}"
-        head += f"; exact norms are of {formatting.counted(there.exact_samples, 'sample')}{bounded}"
-    return head
-
-
 def _by_place(ds: xr.Dataset, by: str, chosen: Names, reduce: str | float, values: str) -> Table:
     """`breakdown`, ready to be written."""
     table = breakdown(ds, by, bounds=chosen, reduce=reduce, values=values)
@@ -609,20 +590,28 @@ def _by_place(ds: xr.Dataset, by: str, chosen: Names, reduce: str | float, value
     column = {name: list(map(enclosed, low[name], high[name])) for name in table.columns}
     exact = statistics.label_of(ds, "exact") if RATIO_TOLD in ds.attrs else "exact norm"
     norms = {exact.removesuffix(" norm"): column["exact"]} | _spread_columns(low, high, "exact")
-    if of_weights_alone(ds):
+    if schema.of_weights_alone(ds):
         del norms["exact"]
         exact = ""
     shown = table.index.to_frame().astype(str).assign(**norms)
-    for name in statistics.extras(ds):
-        shown[texts.extra_title(ds, name)] = column[name]
+    others = {name: texts.extra_title(ds, name) for name in statistics.extras(ds)}
+    shown = shown.assign(**{title: column[name] for name, title in others.items()})
     labels = [*shown, *(statistics.label_of(ds, name) for name in names)]
     for name in names:
         label = statistics.label_of(ds, name)
         title = f"{label} ({name})" if labels.count(label) > 1 else label
         shown[title + texts.mark(counts[name])] = column[name]
     heads, name = by == "layer" and "head" in ds.dims, statistics.reduction_name(reduce)
-    head = _said_of_cells(ds, names, by, values, reduce, exact)
     mean = f"{name} over heads" if heads else exact
+    what = ("bound / exact" if values == "ratio" else "bound") if names else ""
+    head = ", ".join(filter(None, (exact, *others.values(), what)))
+    axes = ("sample",) if by == "head" else ("sample", "head")
+    if means := texts.over(ds, axes, exact=values == "ratio"):
+        head = f"{name}{means}: {head}"
+    there = schema.Contents.of(ds)
+    if there.norms and there.exact_samples != there.samples:
+        bounded = "" if values == "ratio" else f", bounds of all {there.samples}"
+        head += f"; exact norms are of {formatting.counted(there.exact_samples, 'sample')}{bounded}"
     return _table(ds, table, shown, head=head, bounds=names, reduce=reduce, mean=mean)
 
 

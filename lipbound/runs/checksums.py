@@ -4,8 +4,6 @@ Hashes guard against accidents (a value edited, a file damaged), not against som
 them anew.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping
@@ -33,9 +31,10 @@ def sealed(ds: xr.Dataset, info: schema.RunInfo) -> xr.Dataset:
 
     Args:
         ds: its variables and coordinates.
-        info: what it says about itself; the names of its variables are filled in.
+        info: what it says about itself; the names of its variables, and how many tokens its longest
+            sample has, are filled in.
     """
-    ds = ds.assign_attrs(info.attributes())
+    ds = ds.assign_attrs(info.attributes() | {"tokens": int(ds["length"].max())})
     said = json.dumps([ds.attrs.get(name) for name in schema.IDENTITY])
     identity = hashlib.sha256(said.encode()).hexdigest()
     ds.attrs["made"] = asdict(replace(info.made, variables=schema.own(ds), identity=identity))

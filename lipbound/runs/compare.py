@@ -3,8 +3,6 @@
 Or numbers of the weights of every head alone, without data.
 """
 
-from __future__ import annotations
-
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,7 +19,6 @@ import xarray as xr
 from lipbound import devices, schema
 from lipbound.attention.variants import titles
 from lipbound.bounds import registry
-from lipbound.devices import in_own_modes, versions
 from lipbound.errors import CheckpointError, LipboundError, tell
 from lipbound.jacobians.maps import WHOLE, map_words
 from lipbound.models import weight_files
@@ -34,9 +31,9 @@ from lipbound.runs import measure, store
 from lipbound.runs.checksums import OF_BOUND, sealed
 from lipbound.runs.config import LEAST_MEMORY, LOADING, READING, RunConfig, from_options
 from lipbound.runs.head_extras import of_weights
-from lipbound.runs.measure import LayerInfo, SampleBlock, Sources, norms_shape
+from lipbound.runs.measure import LayerInfo, SampleBlock, Sources
 from lipbound.runs.store import LayerResult, PartialRun
-from lipbound.schema import CLOSED_FORM, CONDITIONING, EXTRAS, INPUT, OF_WEIGHTS, Extent, RunInfo
+from lipbound.schema import RunInfo
 from lipbound.signs import Signs
 
 OF_CHECKPOINT = ("revision", "loaded", "commit", "quantization", "configuration")
@@ -76,7 +73,7 @@ SOURCES = {
     "row_norm": "the factor of Theorem 3 of Yudin et al. 2025",
     "largest_logit": "Dehghani et al. 2023",
     **dict.fromkeys(("qk_clip", "batch_logit"), "Kimi Team 2025, section 2.1"),
-    **dict.fromkeys(CONDITIONING, "Baek 2026"),
+    **dict.fromkeys(schema.CONDITIONING, "Baek 2026"),
 }
 """Where extras of heads come from."""
 
@@ -89,7 +86,7 @@ OF_INPUT = "is of heads as functions of their input"
 """Why bounds say nothing where keys, values or queries move alone."""
 
 
-@in_own_modes
+@devices.in_own_modes
 @from_options(RunConfig)
 def compare(config: RunConfig) -> xr.Dataset:
     """Measure every attention head of a checkpoint, and set every bound beside it.
@@ -173,7 +170,7 @@ def compare(config: RunConfig) -> xr.Dataset:
     return run(config)
 
 
-@in_own_modes
+@devices.in_own_modes
 def run(config: RunConfig) -> xr.Dataset:
     """Compute a run: open, plan, execute, assemble, save."""
     if schema.BATCH_LOGIT in (config.extras or ()):
@@ -183,26 +180,25 @@ def run(config: RunConfig) -> xr.Dataset:
     memory = memory_bytes(config.memory, device)
     target = config.target
     finished = target if config.resume and target is not None and target.exists() else None
+    block = None
     if target is not None and finished is None:
-        store.check_free(target, resume=config.resume)
+        block = store.check_free(target, resume=config.resume)
     parts = 1 if client is None else 4 * max(1, len(client.ncores()))  # keeps all workers busy
     where = device if client is None else str(config.device)  # "auto" may be several on workers
     with ExitStack() as opened:
         signs = opened.enter_context(Signs("loading model and data", show=config.progress))
         sources = open_sources(config, device)
         signs.say(f"{sources.checkpoint.name}: looking at its layers")
-        planned = plan(config, sources, memory, parts)
-        spec, layers = planned.spec, [layer.index for layer in planned.layers]
+        planned = plan(config, sources, memory, parts, block)
+        spec, layers = planned.spec, planned.coords["layer"]
         asked = deciding(run_info(config, sources, planned).attributes(), layers)
         if finished is not None:
             ds = store.load(finished, damaged="refuse")
             store.same_configuration(finished, deciding_of(ds), asked)
             return ds
+        asked |= {"device": where, "versions": devices.versions(), "block": planned.block}
+        kept = None if target is None else opened.enter_context(PartialRun(target, asked))
         signs.say(f"{sources.checkpoint.name}: layers", planned.samples * len(layers))
-        kept = None
-        if target is not None:
-            asked |= {"device": where, "versions": versions(), "block": planned.block}
-            kept = opened.enter_context(PartialRun(target, asked))
         blocks = planned.blocks(() if kept is None else kept.found)
         if client is None:
             results = measure.Measurer(sources.capturer, spec, planned.room).each(sources, blocks)
@@ -210,144 +206,13 @@ def run(config: RunConfig) -> xr.Dataset:
             results = measure.measured_by(sources, spec, blocks)
         if kept is not None:
             results = kept.keeping(results)
-        tables, lengths, error = filled(planned, results, signs.advance)
+        ds, error = dataset(planned, results, signs.advance)
         signs.quit()
-        ds = dataset(tables, spec, planned.layers, lengths)
         _tell_of_missing(config, sources, ds)
-        ds = sealed(ds, run_info(config, sources, planned, int(lengths.max()), error))
+        ds = sealed(ds, run_info(config, sources, planned, error))
         if target is not None:
             store.save(ds, target)
     return ds
-
-
-def filled(
-    plan: Plan, results: Iterable[LayerResult], advance: Callable[[int], None] = lambda count: None
-) -> tuple[dict[str, np.ndarray], np.ndarray, float]:
-    """Put results where they belong in tables of NaN, 0 or False.
-
-    Args:
-        plan: of the run.
-        results: of layers at blocks of samples.
-        advance: is told how many samples were measured.
-
-    Returns:
-        The tables (samples, layers, heads), lengths of all samples, and the largest error of their
-        captures.
-    """
-    tables: dict[str, np.ndarray] = {}
-    lengths, error = np.zeros(plan.samples, dtype=np.int64), 0.0
-    for one in results:
-        rows = slice(one.start, one.start + len(one.lengths))
-        for name, value in one.values.items():
-            if name not in tables:
-                tables[name] = np.full(plan.shape, EMPTY[value.dtype.kind])
-            tables[name][rows, one.layer][: len(value), : value.shape[1]] = value
-        lengths[rows] = np.maximum(lengths[rows], one.lengths)  # streams may differ in length
-        error = max(error, one.error)
-        advance(len(one.lengths))
-    return tables, lengths, error
-
-
-def dataset(
-    tables: dict[str, np.ndarray], spec: RunConfig, layers: Sequence[LayerInfo], lengths: np.ndarray
-) -> xr.Dataset:
-    """Label filled tables (samples, layers, heads) with names, coordinates and what each bound is.
-
-    Args:
-        tables: of maps of whole layers with one head, which is dropped.
-        spec: what was measured.
-        layers: what the layers are.
-        lengths: (samples,) tokens of the inputs.
-    """
-    order = (*LABELS, *spec.names, "exact_steps", "exact_converged", *map(schema.sound, spec.names))
-    ds = xr.Dataset({name: (schema.AXES, tables[name]) for name in order if name in tables})
-    coords: dict[str, Any] = {
-        "sample": np.arange(len(lengths)),
-        "layer": [layer.index for layer in layers],
-        "head": np.arange(ds.sizes["head"]),
-        "length": ("sample", lengths),
-    }
-    for word in schema.LAYER_WORDS:
-        coords[word] = "layer", np.array([getattr(one, word) for one in layers], dtype=object)
-    ds = ds.assign_coords(coords)
-    kind = "spectral" if spec.norm == "frobenius" else spec.norm
-    for name, (label, long_name) in LABELS.items():
-        if name in ds:
-            long_name = long_name.format(norm=kind, tau=spec.tau)
-            ds[name].attrs = {"label": label, "long_name": long_name}
-            if name in (spec.extras or ()):
-                ds[name].attrs["source"] = SOURCES[name]
-            elif spec.wrt != schema.INPUT:
-                ds[name].attrs["long_name"] += f", as a function of {spec.wrt}"
-    for name in spec.names:
-        bound = registry.get(name)
-        ds[name].attrs = {word: getattr(bound, word) for word in OF_BOUND}
-        ds[name].attrs["compared_with"] = bound.exact
-    ds = ds.set_coords([name for name in tables if tables[name].dtype == bool])
-    return ds.isel(head=0, drop=True) if spec.map in WHOLE else ds
-
-
-def _tell_of_missing(config: RunConfig, sources: Sources, ds: xr.Dataset) -> None:
-    """Tell, and note, which extras some exact norms are without."""
-    for name in map(EXTRAS.__getitem__, config.extras or ()):
-        without, there = int((ds[name].isnull() & ds["exact"].notnull()).sum()), ds["exact"].count()
-        if without:
-            why = "it has more than 1,024 outputs, several windows, or rounding hides it"
-            if name in schema.OF_HEADS:
-                why = "no closed form, cross-attention, no output projection, or rounding hides it"
-            elif name in CONDITIONING:
-                why = "no closed form, sinks, or no LayerNorm in front of the layer that was found"
-            what = f"{name} is missing at {without} of {int(there)} exact norms"
-            note(sources.inputs, f"{what}: {why}")
-
-
-def run_info(
-    config: RunConfig, sources: Sources, plan: Plan, tokens: int = 0, error: float = 0.0
-) -> RunInfo:
-    """Describe a run, whose longest sample has so many tokens, by its largest capture error too."""
-    checkpoint, inputs, packages = sources.checkpoint, sources.inputs, versions()
-    heads = None if config.map in WHOLE else plan.shape[2]
-    numbers, exact = [layer.index for layer in plan.layers], config.exact_count(plan.samples)
-    return RunInfo(
-        lipbound=packages["lipbound"],
-        model=checkpoint.name,
-        **{name: getattr(checkpoint, name) for name in OF_CHECKPOINT},
-        architecture=type(checkpoint.model).__name__,
-        data=inputs.description,
-        data_fingerprint=inputs.fingerprint,
-        source=config.source,
-        preprocessing=inputs.preprocessing,
-        bounds=list(plan.spec.names),
-        extras=list(config.extras or ()),
-        map_description=map_words(config.map, config.wrt),
-        **config.options("tau", "map", "norm", "wrt", "tol", "dtype", "delta", "seed"),
-        method="lanczos",
-        device=devices.device_name(sources.device),
-        versions=packages,
-        python=sys.version.split()[0],
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
-        command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        samples=plan.samples,
-        exact_samples=exact,
-        tokens=tokens,
-        capture_error=error,
-        block=plan.block,
-        block_bytes=int(max(layer.memory.at(plan.block) for layer in plan.layers)) or None,
-        variants=sorted(all_variants(plan.layers)),
-        not_applicable=plan.not_applicable,
-        notes=[*checkpoint.notes, *inputs.notes, *sources.capturer.notes],
-        made=Extent(plan.samples, exact, numbers, heads, plan.model_layers),
-    )
-
-
-def deciding(attrs: Mapping[str, Any], layers: Iterable[int]) -> dict[str, Any]:
-    """Settings, in JSON's types, that a stored run must share to be the one that is asked for."""
-    return {name: attrs.get(name) for name in DECIDING} | {"layers": sorted(layers)}
-
-
-def deciding_of(ds: xr.Dataset) -> dict[str, Any]:
-    """`deciding` of a stored run; a part of a run can be saved, too."""
-    return deciding(ds.attrs | {"samples": ds.sizes["sample"]}, ds["layer"].values.tolist())
 
 
 # -- decisions before anything is computed: sources, bounds that apply, blocks, shares of delta ---
@@ -410,6 +275,12 @@ class Plan:
         """Shape of the tables: samples, layers, heads (1 for maps of whole layers)."""
         return (self.samples, *norms_shape(self.layers, self.spec.map))
 
+    @property
+    def coords(self) -> dict[str, Any]:
+        """Numbers along the axes of the tables."""
+        numbers = dict[str, Any](zip(schema.AXES, map(np.arange, self.shape), strict=True))
+        return numbers | {"layer": [layer.index for layer in self.layers]}
+
     def blocks(self, found: Iterable[LayerResult]) -> list[SampleBlock]:
         """List the blocks with layers that are not found."""
         done = np.zeros((self.samples, len(self.layers)), dtype=bool)
@@ -423,7 +294,14 @@ class Plan:
         return blocks
 
 
-def plan(config: RunConfig, sources: Sources, memory: float, parts: int) -> Plan:
+def norms_shape(layers: Sequence[LayerInfo], map: str) -> tuple[int, int]:
+    """Shape (layers, heads) of the exact norms of a sample, with the most heads of a layer."""
+    return len(layers), 1 if map in WHOLE else max(layer.heads for layer in layers)
+
+
+def plan(
+    config: RunConfig, sources: Sources, memory: float, parts: int = 1, block: int | None = None
+) -> Plan:
     """Look at the first sample, and plan the run.
 
     Args:
@@ -431,6 +309,7 @@ def plan(config: RunConfig, sources: Sources, memory: float, parts: int) -> Plan
         sources: its model and inputs.
         memory: working memory in bytes.
         parts: at least so many blocks, where there are samples enough.
+        block: samples at a time of an unfinished run; others would change last digits.
 
     Raises:
         LipboundError: a bound that was asked for by name does not apply to the model, or its
@@ -438,26 +317,21 @@ def plan(config: RunConfig, sources: Sources, memory: float, parts: int) -> Plan
     """
     samples = sources.inputs.samples
     first = sources.inputs.block(0, 1, sources.device)
-    layers = measure.layers_at(sources.capturer, first, config.names)
+    layers = measure.layers_at(sources.capturer, first, config)
     if (sample := most_padded(sources.inputs.batch)) is not None:
         sources.capturer.examine(sources.inputs.block(sample, sample + 1, sources.device))
     if any(i < 0 for i in config.chosen_layers or ()):
         measured = ", ".join(str(one.index) for one in layers)
         note(sources.inputs, f"layers below zero count from the end: here {measured}")
-    measure.check_covered(config.norm, config.wrt, layers)
-    everything = config.bounds in ("default", "all")  # what does not apply is left out
-    names, not_applicable = about(config.names, layers, everything=everything)
-    if config.wrt != INPUT:  # those asked for by name are refused before
-        names, not_applicable = [], dict.fromkeys(config.names, OF_INPUT)
+    silent = left_out(config, layers)
+    names = [name for name in config.names if name not in silent]
     room = min(layer.memory.room(memory) for layer in layers)
-    block = min(room, -(-samples // parts))
-    if config.resume and config.target is not None:  # other blocks would change last digits
-        block = store.configuration(store.partial_path(config.target)).get("block", block)
     exact = config.exact_count(samples)
     spec = config.of_places(names, exact, norms_shape(layers, config.map))
     count = sources.capturer.count
     assert count is not None  # it was counted with the layers
-    return Plan(spec, layers, samples, block, room, not_applicable, count)
+    block = block or min(room, -(-samples // parts))
+    return Plan(spec, layers, samples, block, room, silent, count)
 
 
 def all_variants(layers: Sequence[LayerInfo]) -> frozenset[str]:
@@ -469,19 +343,19 @@ def all_variants(layers: Sequence[LayerInfo]) -> frozenset[str]:
     return frozenset().union(*(layer.variants for layer in layers))
 
 
-def about(
-    names: list[str], layers: Sequence[LayerInfo], *, everything: bool
-) -> tuple[list[str], dict[str, str]]:
-    """Find the bounds that say something about these layers, and why the others do not.
+def left_out(config: RunConfig, layers: Sequence[LayerInfo]) -> dict[str, str]:
+    """Say why bounds of a run say nothing about its layers, by their names.
 
-    The others do not cover variants, or inputs are too long for them.
+    They are stated for functions of the input, do not cover variants, or inputs are too long.
 
     Raises:
-        LipboundError: when one of the others was asked for by name.
+        LipboundError: one of them was asked for by name.
     """
-    closed = [layer for layer in layers if layer.measured == CLOSED_FORM]
+    if config.wrt != schema.INPUT:  # those asked for by name are refused before
+        return dict.fromkeys(config.names, OF_INPUT)
+    closed = [layer for layer in layers if layer.measured == schema.CLOSED_FORM]
     variants, silent = all_variants(closed), {}
-    for name in names:
+    for name in config.names:
         bound = registry.get(name)
         if not closed:
             silent[name] = "does not cover layers without a closed form"
@@ -491,10 +365,10 @@ def about(
             said = (bound.too_long(one.tokens, one.heads, one.variants) for one in closed)
             if why := next(filter(None, said), None):
                 silent[name] = why
-    if silent and not everything:
+    if silent and config.bounds not in ("default", "all"):
         name, why = next(iter(silent.items()))
         raise LipboundError(f"bound {name!r} {why}; leave it out, or take bounds='default'")
-    return [name for name in names if name not in silent], silent
+    return silent
 
 
 def memory_bytes(memory: str | float, device: str) -> float:
@@ -507,10 +381,121 @@ def memory_bytes(memory: str | float, device: str) -> float:
     return size
 
 
+# -- what is measured becomes a Dataset ------------------------------------------------------------
+
+
+def dataset(
+    plan: Plan, results: Iterable[LayerResult], advance: Callable[[int], None] = lambda count: None
+) -> tuple[xr.Dataset, float]:
+    """Put results where they belong, with names, coordinates and what each bound is.
+
+    Args:
+        plan: of the run.
+        results: of layers at blocks of samples.
+        advance: is told how many samples were measured.
+
+    Returns:
+        The variables, with NaN, 0 or False where nothing was measured, and the largest error of the
+        captures.
+    """
+    spec, tables, error = plan.spec, dict[str, np.ndarray](), 0.0
+    lengths = np.zeros(plan.samples, dtype=np.int64)
+    for one in results:
+        rows = slice(one.start, one.start + len(one.lengths))
+        for name, value in one.values.items():
+            if name not in tables:
+                tables[name] = np.full(plan.shape, EMPTY[value.dtype.kind])
+            tables[name][rows, one.layer][: len(value), : value.shape[1]] = value
+        lengths[rows] = np.maximum(lengths[rows], one.lengths)  # streams may differ in length
+        error = max(error, one.error)
+        advance(len(one.lengths))
+    order = (*LABELS, *spec.names, "exact_steps", "exact_converged", *map(schema.sound, spec.names))
+    data = {name: (schema.AXES, tables[name]) for name in order if name in tables}
+    ds = xr.Dataset(data, plan.coords | {"length": ("sample", lengths)})
+    for word in schema.LAYER_WORDS:
+        said = [getattr(layer, word) for layer in plan.layers]
+        ds.coords[word] = "layer", np.array(said, dtype=object)
+    kind = "spectral" if spec.norm == "frobenius" else spec.norm
+    for name, (label, long_name) in LABELS.items():
+        if name in ds:
+            long_name = long_name.format(norm=kind, tau=spec.tau)
+            ds[name].attrs = {"label": label, "long_name": long_name}
+            if name in (spec.extras or ()):
+                ds[name].attrs["source"] = SOURCES[name]
+            elif spec.wrt != schema.INPUT:
+                ds[name].attrs["long_name"] += f", as a function of {spec.wrt}"
+    for name in spec.names:
+        bound = registry.get(name)
+        ds[name].attrs = {word: getattr(bound, word) for word in OF_BOUND}
+        ds[name].attrs["compared_with"] = bound.exact
+    ds = ds.set_coords([name for name in tables if tables[name].dtype == bool])
+    return ds.isel(head=0, drop=True) if spec.map in WHOLE else ds, error
+
+
+def _tell_of_missing(config: RunConfig, sources: Sources, ds: xr.Dataset) -> None:
+    """Tell, and note, which extras some exact norms are without."""
+    for name in map(schema.EXTRAS.__getitem__, config.extras or ()):
+        without, there = int((ds[name].isnull() & ds["exact"].notnull()).sum()), ds["exact"].count()
+        if without:
+            why = "it has more than 1,024 outputs, several windows, or rounding hides it"
+            if name in schema.OF_HEADS:
+                why = "no closed form, cross-attention, no output projection, or rounding hides it"
+            elif name in schema.CONDITIONING:
+                why = "no closed form, sinks, or no LayerNorm in front of the layer that was found"
+            what = f"{name} is missing at {without} of {int(there)} exact norms"
+            note(sources.inputs, f"{what}: {why}")
+
+
+def run_info(config: RunConfig, sources: Sources, plan: Plan, error: float = 0.0) -> RunInfo:
+    """Describe a run, whose captures have such an error at most."""
+    checkpoint, inputs, packages = sources.checkpoint, sources.inputs, devices.versions()
+    heads = None if config.map in WHOLE else plan.shape[2]
+    numbers, exact = plan.coords["layer"], config.exact_count(plan.samples)
+    return RunInfo(
+        lipbound=packages["lipbound"],
+        model=checkpoint.name,
+        **{name: getattr(checkpoint, name) for name in OF_CHECKPOINT},
+        architecture=type(checkpoint.model).__name__,
+        data=inputs.description,
+        data_fingerprint=inputs.fingerprint,
+        source=config.source,
+        preprocessing=inputs.preprocessing,
+        bounds=list(plan.spec.names),
+        extras=list(config.extras or ()),
+        map_description=map_words(config.map, config.wrt),
+        **config.options("tau", "map", "norm", "wrt", "tol", "dtype", "delta", "seed"),
+        method="lanczos",
+        device=devices.device_name(sources.device),
+        versions=packages,
+        python=sys.version.split()[0],
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        samples=plan.samples,
+        exact_samples=exact,
+        capture_error=error,
+        block=plan.block,
+        block_bytes=int(max(layer.memory.at(plan.block) for layer in plan.layers)) or None,
+        variants=sorted(all_variants(plan.layers)),
+        not_applicable=plan.not_applicable,
+        notes=[*checkpoint.notes, *inputs.notes, *sources.capturer.notes],
+        made=schema.Extent(plan.samples, exact, numbers, heads, plan.model_layers),
+    )
+
+
+def deciding(attrs: Mapping[str, Any], layers: Iterable[int]) -> dict[str, Any]:
+    """Settings, in JSON's types, that a stored run must share to be the one that is asked for."""
+    return {name: attrs.get(name) for name in DECIDING} | {"layers": sorted(layers)}
+
+
+def deciding_of(ds: xr.Dataset) -> dict[str, Any]:
+    """`deciding` of a stored run; a part of a run can be saved, too."""
+    return deciding(ds.attrs | {"samples": ds.sizes["sample"]}, ds["layer"].values.tolist())
+
+
 # -- a run of weights alone ------------------------------------------------------------------------
 
 
-@in_own_modes
+@devices.in_own_modes
 @torch.no_grad()
 def weight_norms(model: AnyModel, *, out: str | Path | None = None) -> xr.Dataset:
     """Measure the weights of every attention head of a checkpoint: no data, no forward pass.
@@ -537,7 +522,7 @@ def weight_norms(model: AnyModel, *, out: str | Path | None = None) -> xr.Datase
     >>> dict(ds["wqk_norm"].sizes)
     {'sample': 1, 'layer': 6, 'head': 4}
     """
-    config = RunConfig(model, bounds="none", extras=OF_WEIGHTS, out=out)
+    config = RunConfig(model, bounds="none", extras=schema.OF_WEIGHTS, out=out, dtype="float64")
     if config.target is not None:
         store.check_target(config.target)
     if isinstance(model, str | Path):
@@ -561,12 +546,11 @@ def weight_norms(model: AnyModel, *, out: str | Path | None = None) -> xr.Datase
     capturer = measure.capturer_of(checkpoint.model, config)
     sources = Sources(checkpoint, inputs, str(w_q.device), capturer)
     planned = Plan(config, layers, 1, 1, 1, {}, len(layers))
-    tables, lengths, _ = filled(planned, found)
     info = run_info(config, sources, planned)
     made = replace(info.made, exact_samples=0)
-    said: Any = {"map_description": "weights of heads alone", "dtype": "float64"}
-    ds = dataset(tables, config, layers, lengths)
-    ds = sealed(ds, replace(info, made=made, exact_samples=0, **said))
+    words = "weights of heads alone"
+    ds, _ = dataset(planned, found)
+    ds = sealed(ds, replace(info, made=made, exact_samples=0, map_description=words))
     if config.target is not None:
         store.save(ds, config.target)
     return ds

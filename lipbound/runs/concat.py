@@ -1,7 +1,5 @@
 """Put runs together along samples, layers or both, and take them apart again."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Iterable
@@ -169,7 +167,6 @@ def _together(ds: xr.Dataset, runs: list[dict[str, Any]]) -> schema.RunInfo:
         versions={name: joined(run["versions"].get(name, "") for run in runs) for name in packages},
         samples=made.samples,
         exact_samples=made.exact_samples,
-        tokens=int(ds["length"].max()),
         capture_error=max(run["capture_error"] for run in runs),
         notes=list(dict.fromkeys(note for run in runs for note in run.get("notes", []))),
         made=made,

@@ -137,6 +137,9 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.inputs is not None and self.data is not None:
             raise LipboundError("data and inputs are both given; inputs are data: give one")
+        if isinstance(self.inputs, str | Path):
+            what = f"inputs is {shown(str(self.inputs))}; give a tensor, several, or a dict of them"
+            raise LipboundError(f"{what} by name; a text, a file or a dataset is given as data=")
         data = self.data if self.inputs is None else self.inputs
         for name, value in (self._checked() | {"data": data, "inputs": None}).items():
             object.__setattr__(self, name, value)

@@ -1,7 +1,5 @@
 """Two runs, or two checkpoints measured on the same inputs, head by head: before and after."""
 
-from __future__ import annotations
-
 import tempfile
 import warnings
 from contextlib import suppress
@@ -14,9 +12,9 @@ import xarray as xr
 from lipbound.devices import resolve_device
 from lipbound.errors import LipboundError, Notice, StoreError, choice, tell
 from lipbound.models.checkpoint import Inputs
-from lipbound.runs.compare import open_sources, run
+from lipbound.runs.compare import norms_shape, open_sources, run
 from lipbound.runs.config import RunConfig, check_run_name
-from lipbound.runs.measure import layers_at, norms_shape
+from lipbound.runs.measure import layers_at
 from lipbound.runs.store import check_target, paired, refuse_inputs, refuse_unlike, run_of, save
 
 OF_B = ("revision", "gguf_file", "adapter")
@@ -26,12 +24,7 @@ _OPTIONS = {one.name for one in fields(RunConfig)} - {"model", "data", "out"}
 
 
 def diff(
-    a: Any,
-    b: Any,
-    data: Any = None,
-    *,
-    out: str | Path | None = None,
-    **options: Any,
+    a: Any, b: Any, data: Any = None, *, out: str | Path | None = None, **options: Any
 ) -> xr.Dataset:
     """Set two runs side by side, or measure two checkpoints on the same inputs and do so.
 
@@ -66,7 +59,7 @@ def diff(
         choice("option of a diff", name, _OPTIONS)
     stored = [_is_run(one) for one in (a, b)]
     check_run_name(out)
-    target = None if out is None else check_target(out)
+    target = None if out is None else check_target(Path(out).expanduser())
     if any(stored):
         if not all(stored):
             raise LipboundError("of a and b one is a run, one a checkpoint; give two of a kind")
@@ -103,7 +96,7 @@ def _is_run(given: Any) -> bool:
 def _looked_at(config: RunConfig) -> tuple[Inputs, dict[str, list[Any]]]:
     """Inputs of a run, and coordinates of its layers as the first sample shows them."""
     sources = open_sources(config, resolve_device(config.device))
-    layers = layers_at(sources.capturer, sources.inputs.block(0, 1, sources.device))
+    layers = layers_at(sources.capturer, sources.inputs.block(0, 1, sources.device), config)
     words = {"layer": "index", "kind": "kind", "stream": "stream"}
     layout = {name: [getattr(one, word) for one in layers] for name, word in words.items()}
     return sources.inputs, layout | {"head": [*range(norms_shape(layers, config.map)[1])]}

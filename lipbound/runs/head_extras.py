@@ -1,7 +1,5 @@
 """Numbers of heads beside norms: of their weights alone, and of their attention."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from typing import Any
 

@@ -1,12 +1,10 @@
 """Exact norms and bounds of every layer at blocks of samples, here or by workers of a cluster."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import math
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -38,13 +36,16 @@ from lipbound.models.loading import GivenCapturer, GivenLayers, load_checkpoint
 from lipbound.runs.config import LOADING, RunConfig
 from lipbound.runs.head_extras import of_heads
 from lipbound.runs.store import LayerResult
-from lipbound.schema import CONDITIONING, EXTRAS, INPUT, MEANS, OF_HEADS, TOKEN_NORMS, sound
 
+Batch = Mapping[str, Tensor]
+"""Inputs of a model by name, whose first axis is the sample."""
+Arrays = dict[str, np.ndarray]
+"""What is measured, by name, (samples, heads) each."""
 _SMALL = 1024
 """Tokens up to which samples and layers are measured side by side; the matrices of longer inputs
 keep torch's own threads busy."""
 
-_MEASURERS: dict[tuple[RunConfig, str], Measurer] = {}
+_MEASURERS: dict[tuple[RunConfig, str], "Measurer"] = {}
 _TURN = threading.Lock()
 
 
@@ -137,7 +138,7 @@ class LayerInfo:
     variants: frozenset[str]
     memory: Memory = field(default_factory=Memory)
     kind: str = "self"
-    stream: str = INPUT
+    stream: str = schema.INPUT
     measured: str = schema.CLOSED_FORM
 
 
@@ -160,38 +161,27 @@ def capturer_of(model: nn.Module, spec: RunConfig, *, closed: bool = True) -> Ca
     return GivenCapturer(model, spec.chosen_layers)
 
 
-def layers_at(
-    capturer: Capturer, inputs: Mapping[str, Tensor], names: Collection[str] = ()
-) -> list[LayerInfo]:
-    """Describe the layers at some inputs, whose bounds have these names."""
-    found = []
-    for layer in capturer.each(inputs):
-        att, name, memory = layer.attention, layer.name, Memory.of(layer.attention, names)
-        size = att.heads, att.tokens
-        found.append(LayerInfo(layer.index, name, *size, att.variants, memory, **described(att)))
-    return found
-
-
-def check_covered(norm: str, wrt: str, layers: Sequence[LayerInfo]) -> None:
-    """Check that every layer has the norm asked for, and that of the arguments ``wrt`` alone.
+def layers_at(capturer: Capturer, inputs: Batch, spec: RunConfig) -> list[LayerInfo]:
+    """Describe the layers at some inputs.
 
     Raises:
-        LipboundError: one has not.
+        LipboundError: one has not the norm asked for, or not that of the arguments ``wrt`` alone.
     """
-    by_token = norm in TOKEN_NORMS  # where functions of the input alone have norms
-    asked = f"norm {norm!r}" if by_token else f"wrt={wrt!r}"
-    for layer in layers if by_token or wrt != INPUT else ():
-        without = layer.variants - set(WITH_TOKEN_NORMS) if by_token else frozenset()
-        if layer.measured != schema.CLOSED_FORM or without:
+    found = []
+    for layer in capturer.each(inputs):
+        att, name, memory = layer.attention, layer.name, Memory.of(layer.attention, spec.names)
+        size = att.heads, att.tokens
+        found.append(LayerInfo(layer.index, name, *size, att.variants, memory, **described(att)))
+    by_token = spec.norm in schema.TOKEN_NORMS  # where functions of the input alone have norms
+    for one in found if by_token or spec.wrt != schema.INPUT else ():
+        without = one.variants - set(WITH_TOKEN_NORMS) if by_token else frozenset()
+        if one.measured == schema.AUTOMATIC or without:
+            asked = f"norm {spec.norm!r}" if by_token else f"wrt={spec.wrt!r}"
             what = titles(without) or "layers that are measured by automatic differentiation"
-            where = f"such as layer {layer.index} ({layer.layer_name}); choose other layers="
+            where = f"such as layer {one.index} ({one.layer_name}); choose other layers="
             usual = "norm='frobenius'" if by_token else "wrt='input'"
             raise LipboundError(f"{asked} does not cover {what}, {where}, or take {usual}")
-
-
-def norms_shape(layers: Sequence[LayerInfo], map: str) -> tuple[int, int]:
-    """Shape (layers, heads) of the exact norms of a sample, with the most heads of a layer."""
-    return len(layers), 1 if map in WHOLE else max(layer.heads for layer in layers)
+    return found
 
 
 @dataclass
@@ -214,9 +204,7 @@ class Measurer:
     verify: bool = True
     statistics: bool = False
 
-    def block(
-        self, inputs: Mapping[str, Tensor], start: int, skip: Collection[int] = ()
-    ) -> Iterator[LayerResult]:
+    def block(self, inputs: Batch, start: int, skip: Collection[int] = ()) -> Iterator[LayerResult]:
         """Measure every layer but those at the positions ``skip``.
 
         Samples with different positions are measured one by one, a result each. Results depend on
@@ -250,9 +238,7 @@ class Measurer:
         for start, stop, skip in blocks:
             yield from self.block(sources.inputs.block(start, stop, sources.device), start, skip)
 
-    def _layers(
-        self, inputs: Mapping[str, Tensor], start: int, skip: Collection[int]
-    ) -> Iterator[LayerResult]:
+    def _layers(self, inputs: Batch, start: int, skip: Collection[int]) -> Iterator[LayerResult]:
         """Measure the layers at samples that are captured together.
 
         Yields:
@@ -283,9 +269,7 @@ class Measurer:
         values = self._measured(attention, seeds, count, windows)
         return LayerResult(start, position, values, lengths, layer.error, layer.name)
 
-    def _measured(
-        self, att: Any, seeds: list[int], exact_count: int, windows: int = 1
-    ) -> dict[str, np.ndarray]:
+    def _measured(self, att: Any, seeds: list[int], exact_count: int, windows: int = 1) -> Arrays:
         """Measure an Attention or a `ModuleAttention` in parts side by side, one a thread of torch.
 
         The norm, and a bound, of a sample is the largest of those of its windows; what is a mean
@@ -310,7 +294,7 @@ class Measurer:
         return {n: np.concatenate([part[n] for part in made if n in part]) for n in made[0]}
 
     @torch.no_grad()
-    def _measure(self, att: Any, seeds: list[int], exact_count: int) -> dict[str, np.ndarray]:
+    def _measure(self, att: Any, seeds: list[int], exact_count: int) -> Arrays:
         """Measure one layer at one block of samples, (samples, heads) each.
 
         Exact norms are those of the first ``exact_count`` samples. A whole layer is one head.
@@ -323,23 +307,23 @@ class Measurer:
         for name in names:
             if name not in said:
                 values[name] = torch.full((att.samples, 1 if whole else att.heads), torch.nan)
-                values[sound(name)] = torch.zeros(values[name].shape, dtype=torch.bool)
+                values[schema.sound(name)] = torch.zeros(values[name].shape, dtype=torch.bool)
             elif spec.map == "head_out":
-                values[name], values[sound(name)] = with_output(att, name)
+                values[name], values[schema.sound(name)] = with_output(att, name)
             else:
                 holds = get(name).sound(att)
                 values[name] = whole_layer(att, name, map=spec.map) if whole else get(name)(att)
-                values[sound(name)] = holds.all(-1) if whole else holds
+                values[schema.sound(name)] = holds.all(-1) if whole else holds
         for name, value in att.statistics().items() if self.statistics else ():
-            over_heads = value.mean(-1) if name in MEANS else value.amax(-1)
+            over_heads = value.mean(-1) if name in schema.MEANS else value.amax(-1)
             values[name] = over_heads if whole else value
         extras = spec.extras or ()
-        own = [name for name in extras if name in OF_HEADS]
+        own = [name for name in extras if name in schema.OF_HEADS]
         values |= of_heads(att, own, spec.tau) if own else {}
         exact_count = min(exact_count, att.samples)
         if exact_count > 0:
             part = att if exact_count == att.samples else att.select(slice(0, exact_count))
-            if spec.norm in TOKEN_NORMS:
+            if spec.norm in schema.TOKEN_NORMS:
                 norm = token_norm(part, spec.norm, map=spec.map, tol=spec.tol)
             else:
                 norms = part.samples * (1 if whole else part.heads)
@@ -351,13 +335,13 @@ class Measurer:
             if spec.encloses:
                 values["exact_upper"] = norm.upper
             for name in [name for name in extras if name not in own]:
-                values[EXTRAS[name]] = torch.full_like(norm.lower, torch.nan)
-                if name in CONDITIONING:
+                values[schema.EXTRAS[name]] = torch.full_like(norm.lower, torch.nan)
+                if name in schema.CONDITIONING:
                     values[name] = conditioning(part, name, whole=whole)
                     continue
                 with suppress(errors.TooLargeError):
                     measure = frobenius_norm if name == "frobenius" else condition_number
-                    values[EXTRAS[name]] = measure(part, map=spec.map)
+                    values[schema.EXTRAS[name]] = measure(part, map=spec.map)
             if any(get(name).exact == "exact_l2" for name in said):
                 l2 = l2_spectral_norm(part, tol=spec.tol, seed=seeds[:exact_count])
                 values["exact_l2"] = l2.lower
@@ -375,11 +359,11 @@ def _of_windows(name: str, values: np.ndarray) -> np.ndarray:
 
     Its Jacobian is block diagonal.
     """
-    if name == EXTRAS["frobenius"]:
+    if name == schema.EXTRAS["frobenius"]:
         return np.linalg.norm(values, axis=1)
-    if name == EXTRAS["condition"]:  # the extremes of all windows together are not known
+    if name == schema.EXTRAS["condition"]:  # the extremes of all windows together are not known
         return np.full_like(values[:, 0], np.nan)
-    if name in MEANS:
+    if name in schema.MEANS:
         return np.mean(values, 1)
     # QK-clip clips by the largest logit; assumptions hold where they do in all windows
     return np.min(values, 1) if name == "qk_clip" or values.dtype == bool else np.max(values, 1)
@@ -392,7 +376,7 @@ def seed_of(seed: int, *place: int | str) -> int:
 
 
 def work(
-    spec: RunConfig, revision: str, inputs: Mapping[str, Tensor], start: int, skip: Collection[int]
+    spec: RunConfig, revision: str, inputs: Batch, start: int, skip: Collection[int]
 ) -> list[LayerResult]:
     """Run `Measurer.block` in a process of its own, which loads the checkpoint once.
 

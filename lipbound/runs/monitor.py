@@ -1,7 +1,5 @@
 """Norms of attention heads over the steps of a training run, on a fixed batch of probes."""
 
-from __future__ import annotations
-
 import importlib
 import shutil
 import warnings
@@ -36,7 +34,7 @@ from lipbound.schema import AXES, CHECKSUM, EXTRAS, MEANS, STATISTICS, STEP, Run
 
 WITHOUT = ("audit", "violations")
 """Attributes of one run that a run over steps has not: bounds may fall below at some of them."""
-_WRITERS: weakref.WeakValueDictionary[Path, Monitor] = weakref.WeakValueDictionary()
+_WRITERS: weakref.WeakValueDictionary[Path, "Monitor"] = weakref.WeakValueDictionary()
 """The last monitor that this process made for each store; it alone writes there."""
 
 LIGHTNING = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
@@ -191,7 +189,7 @@ class Monitor:
         self._sources = Sources(checkpoint, inputs, device, capturer)
         memory = compare.memory_bytes(config.memory, device)
         with uncompiled(self._model.modules()):
-            self._plan = planned = compare.plan(config, self._sources, memory, 1)
+            self._plan = planned = compare.plan(config, self._sources, memory)
         self._modules = _modules_of(self._model, (one.layer_name for one in planned.layers))
 
     @property
@@ -329,27 +327,25 @@ class Monitor:
         Raises:
             CaptureError: weights are not found by their names.
         """
-        found = {name: np.full(self._plan.shape, np.nan) for name in self._light}
+        nothing = {name: (AXES, np.full(self._plan.shape, np.nan)) for name in self._light}
+        ds = xr.Dataset(nothing, self._plan.coords | {STEP: step})
         asked = [name for name in self._light if name in schema.OF_WEIGHTS]
         places = {one.layer_name: i for i, one in enumerate(self._plan.layers) if asked}
         for layer, projections, scale in head_weights(self._model) if asked else ():
             if (i := places.pop(layer, None)) is not None:
                 for name, value in of_weights(projections, scale, asked).items():
-                    found[name][:, i, : len(value)] = value.cpu()
+                    ds[name].values[:, i, : len(value)] = value.cpu()
         if places:
-            raise errors.CaptureError(
-                f"weights of {next(iter(places))} are not found by their names"
-            )
-        self._fill(found)
-        data, numbers = {n: (AXES, t) for n, t in found.items()}, map(np.arange, self._plan.shape)
-        coords = dict(zip(AXES, numbers, strict=True)) | {STEP: step}
-        return xr.Dataset(data, coords | {"layer": [one.index for one in self._plan.layers]})
+            lost = next(iter(places))
+            raise errors.CaptureError(f"weights of {lost} are not found by their names")
+        self._fill(ds)
+        return ds
 
-    def _fill(self, tables: dict[str, np.ndarray]) -> None:
-        """Put the logits of batches into a table (samples, layers, heads) of NaN."""
+    def _fill(self, ds: xr.Dataset) -> None:
+        """Put the logits of batches into a variable of NaN."""
         for i, layer in enumerate(self._modules):
             if (value := self._batch.get(id(layer()))) is not None:
-                tables[schema.BATCH_LOGIT][:, i, : len(value)] = value.cpu()
+                ds[schema.BATCH_LOGIT].values[:, i, : len(value)] = value.cpu()
 
     @in_own_modes
     @torch.no_grad()
@@ -374,14 +370,13 @@ class Monitor:
         modules = _modules_of(self._model, (one.name for one in results if one.start == 0))
         if modules != self._modules or capturer.count != planned.model_layers:
             raise errors.CaptureError("attention layers came, went or moved; make a new Monitor")
-        tables, lengths, error = compare.filled(planned, results)
-        self._fill(tables)
-        info = compare.run_info(self._config, sources, planned, int(lengths.max()), error)
+        ds, error = compare.dataset(planned, results)
+        self._fill(ds)
+        info = compare.run_info(self._config, sources, planned, error)
         if (first := self._info) is not None:
             notes = list(dict.fromkeys([*first.notes, *info.notes]))
             info = replace(first, capture_error=max(error, first.capture_error), notes=notes)
         self._info = info
-        ds = compare.dataset(tables, planned.spec, planned.layers, lengths)
         return sealed(ds.assign_coords({STEP: step}), info)
 
     def _keep(self, ds: xr.Dataset, step: int) -> None:

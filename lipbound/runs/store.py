@@ -51,13 +51,12 @@ RATIOS = {
 """Variables of a diff besides those of its runs, and what they are."""
 
 
-def check_target(path: str | Path) -> Path:
+def check_target(path: Path) -> Path:
     """Check before any computing that a run can be written to a path, and return it.
 
     Raises:
         StoreError: it exists already, or its folder cannot be written to.
     """
-    path = errors.file_path(path, "run.zarr")
     if path.name.endswith(PARTIAL):
         raise StoreError(f"choose a name that does not end in {PARTIAL}, as {path} does")
     if path.exists():
@@ -95,7 +94,7 @@ def save(ds: xr.Dataset, path: str | Path) -> Path:
     try:
         if "bounds" in ds.attrs and (lacking := schema.lacking_variables(ds)):
             raise StoreError(f"{lacking}; keep the run's axes and variables, or save it by to_zarr")
-        path = check_target(path)
+        path = check_target(errors.file_path(path, "run.zarr"))
         if path.suffix != NETCDF:
             check_run_name(path, "path")
         how: Any = {"dir": path.parent, "prefix": f".{path.name}.", "suffix": PARTIAL}
@@ -557,8 +556,11 @@ def hold(path: Path, file: Path, *, again: bool = False) -> BaseFileLock:
     return lock
 
 
-def check_free(path: Path, *, resume: bool) -> None:
+def check_free(path: Path, *, resume: bool) -> int | None:
     """Check that a run can be begun, or taken up where ``resume`` is asked for.
+
+    Returns:
+        How many samples the unfinished run takes at a time; None where there is none.
 
     Raises:
         StoreError: it is there, whole or in part, another process fills it, or it cannot be
@@ -570,6 +572,7 @@ def check_free(path: Path, *, resume: bool) -> None:
         if not resume:
             what = f"{partial_path(path)} holds an unfinished run"
             raise StoreError(f"{what}; continue it with resume (--resume), or remove it first")
+    return configuration(partial_path(path)).get("block")
 
 
 class PartialRun:

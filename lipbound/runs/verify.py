@@ -14,7 +14,6 @@ import xarray as xr
 
 from lipbound import errors, schema
 from lipbound.devices import dtype_name, resolve_device, versions
-from lipbound.errors import AlteredRunError, LipboundError
 from lipbound.formatting import plain
 from lipbound.models.checkpoint import Inputs
 from lipbound.models.loading import Checkpoint, load_checkpoint
@@ -22,7 +21,7 @@ from lipbound.runs.checksums import altered, faults
 from lipbound.runs.compare import EMPTY, open_inputs
 from lipbound.runs.concat import split
 from lipbound.runs.config import LOADING, RunConfig
-from lipbound.runs.measure import Measurer, capturer_of
+from lipbound.runs.measure import Arrays, Measurer, capturer_of
 from lipbound.runs.store import Run, run_of
 
 ALLOWED = {"float32": 1e-4, "float64": 1e-8}
@@ -36,6 +35,7 @@ class Replay(NamedTuple):
     """Model and inputs of a run, found again.
 
     Attributes:
+        run: itself.
         config: the run's, read from what it recorded.
         checkpoint, inputs: loaded and prepared as they were for the run.
         device: where to.
@@ -43,6 +43,7 @@ class Replay(NamedTuple):
         notes: what could not be compared.
     """
 
+    run: xr.Dataset
     config: RunConfig
     checkpoint: Checkpoint
     inputs: Inputs
@@ -84,22 +85,19 @@ def replay(ds: xr.Dataset, **how: Any) -> Replay:
         inputs = open_inputs(config, checkpoint)
     except errors.InputsError as error:
         if differences:
-            raise AlteredRunError(differences[0]) from error
+            raise errors.AlteredRunError(differences[0]) from error
         raise
     if inputs.fingerprint != info.data_fingerprint:
         now = f"{inputs.description} now gives {inputs.fingerprint}"
         differences.append(f"not the recorded data: the run has {info.data_fingerprint}, {now}")
-    return Replay(config, checkpoint, inputs, where, differences, notes)
+    return Replay(ds, config, checkpoint, inputs, where, differences, notes)
 
 
-def measure_again(
-    rerun: Replay, ds: xr.Dataset, s: int, i: int, *, closed: bool = True
-) -> dict[str, np.ndarray]:
+def measure_again(rerun: Replay, s: int, i: int, *, closed: bool = True) -> Arrays:
     """Compute again what the run stores about the sample and layer at some positions.
 
     Args:
         rerun: of the run.
-        ds: the run.
         s: position of the sample.
         i: position of the layer.
         closed: False for the exact norms alone, by automatic differentiation.
@@ -107,7 +105,7 @@ def measure_again(
     Returns:
         By name, (heads,), as the run has them: NaN or False for heads that the layer does not have.
     """
-    made = schema.Extent(**ds.attrs["made"])
+    ds, made = rerun.run, schema.Extent(**rerun.run.attrs["made"])
     names = rerun.config.names if closed else []
     shape = (len(made.layers), made.heads or 1)
     spec = rerun.config.of_places(names, made.exact_samples, shape)
@@ -272,7 +270,7 @@ def verify(
     places, seed = errors.whole("places", places, least=1), errors.whole("seed", seed, least=0)
     automatic = errors.flag("automatic", automatic)
     if automatic and ds.attrs["wrt"] != schema.INPUT:
-        raise LipboundError("automatic=True differentiates by the input alone; leave it out")
+        raise errors.LipboundError("automatic=True differentiates by the input alone; leave it out")
     wanted = ds.attrs["dtype"] if dtype is None else dtype_name(dtype)
     how = {"model": model, "data": data, "device": device, "dtype": wanted}
     parts, several = split(ds), "runs" in ds.attrs
@@ -289,12 +287,14 @@ def _verify_one(
     """Verify one run by its name; ``how`` it is found again are the arguments of `replay`."""
     try:
         rerun = replay(ds, **how)
-    except AlteredRunError as error:  # nothing can be computed with those
+    except errors.AlteredRunError as error:  # nothing can be computed with those
         found.faults.append(f"{name}{error}")
         return
     wrong, compared = [*rerun.differences, *faults(ds)], list[Comparison]()
     was, now = ds.attrs["versions"], versions(ds.attrs["versions"])
     remarks = [f"{name} was {was[name]}, is {v}" for name, v in now.items() if was[name] != v]
+    if schema.BATCH_LOGIT in ds.variables:
+        remarks.append("batch_logit is of batches of the training, and cannot be computed again")
     samples, there = int(ds.attrs["samples"]), rerun.inputs.samples
     if there != samples:
         wrong.append(f"the data now has {there} samples, the run {samples}")
@@ -303,9 +303,9 @@ def _verify_one(
     chosen = [] if impossible or there != samples else _choose(ds, count, seed)
     try:
         for s, i in chosen:
-            compared += _compared(ds, rerun, s, i)
+            compared += _compared(rerun, s, i)
             if automatic and bool(schema.with_exact(ds)[s]):
-                compared += _through_module(ds, rerun, s, i)
+                compared += _through_module(rerun, s, i)
     except errors.CaptureError as error:
         if not rerun.differences:
             raise
@@ -340,12 +340,11 @@ def _place(ds: xr.Dataset, *at: int) -> str:
     return ", ".join(f"{axis} {int(ds[axis][i])}" for axis, i in zip(axes, at, strict=False))
 
 
-def _compared(ds: xr.Dataset, rerun: Replay, s: int, i: int) -> Iterator[Comparison]:
+def _compared(rerun: Replay, s: int, i: int) -> Iterator[Comparison]:
     """Compare every number of a place with the one that is computed now."""
-    new = measure_again(rerun, ds, s, i)
-    slack = max(ALLOWED[dtype] for dtype in (ds.attrs["dtype"], rerun.config.dtype))
+    ds, new = rerun.run, measure_again(rerun, s, i)
     for name in schema.own(ds):
-        if name == "exact_steps":  # depends on the machine
+        if name in ("exact_steps", schema.BATCH_LOGIT):  # of the machine, and of lost batches
             continue
         old = np.atleast_1d(ds[name].isel(sample=s, layer=i).values)
         flags = old.dtype == bool
@@ -355,16 +354,16 @@ def _compared(ds: xr.Dataset, rerun: Replay, s: int, i: int) -> Iterator[Compari
         # a logit is a sum that may cancel, and counts in an exponential
         if name in (*schema.STATISTICS, "row_norm"):
             gap = np.abs(old - now) / np.maximum(1, np.abs(now))
-        off = old != now if flags else ~(gap <= _tolerance(ds, new, name, now, slack))
+        off = old != now if flags else ~(gap <= _tolerance(rerun, new, name, now))
         for h in map(int, np.flatnonzero(there)):
             then, found = (str(bool(x)) if flags else f"{x:.8g}" for x in (old[h], now[h]))
             place = _place(ds, s, i, h)
             yield Comparison(name, place, then, found, float(gap[h]), bool(off[h]))
 
 
-def _through_module(ds: xr.Dataset, rerun: Replay, s: int, i: int) -> Iterator[Comparison]:
+def _through_module(rerun: Replay, s: int, i: int) -> Iterator[Comparison]:
     """Compare the enclosures of exact norms with those of automatic differentiation."""
-    new = measure_again(rerun, ds, s, i, closed=False)
+    ds, new = rerun.run, measure_again(rerun, s, i, closed=False)
     slack = max(ALLOWED[t] for t in (ds.attrs["dtype"], "float64"))
     allowed = slack if "exact_upper" in new else slack + 2 * float(ds.attrs["tol"])
     ends = []
@@ -380,19 +379,18 @@ def _through_module(ds: xr.Dataset, rerun: Replay, s: int, i: int) -> Iterator[C
             yield Comparison(AUTOMATICALLY, where, then, now, gap, not gap <= allowed)
 
 
-def _tolerance(
-    ds: xr.Dataset, new: dict[str, np.ndarray], name: str, now: np.ndarray, slack: float
-) -> np.ndarray:
+def _tolerance(rerun: Replay, new: Arrays, name: str, now: np.ndarray) -> np.ndarray:
     """Relative differences that numbers may have, from those computed now alone.
 
     Those stored may be wrong.
     """
-    size, tol = np.maximum(now, 1e-300), float(ds.attrs["tol"])
+    attrs, size = rerun.run.attrs, np.maximum(now, 1e-300)
+    tol, slack = float(attrs["tol"]), max(ALLOWED[t] for t in (attrs["dtype"], rerun.config.dtype))
     if name == schema.EXTRAS["condition"]:  # as badly conditioned as the Jacobian itself
         allowed = slack * np.maximum(1, now)
     elif name in (*schema.STATISTICS, *schema.CONDITIONING, *schema.OF_HEADS):
         allowed = np.full(now.shape, slack)
-    elif name in ds.attrs["bounds"]:
+    elif name in attrs["bounds"]:
         allowed = slack * np.maximum(1, np.abs(np.log(size)))
     elif "exact_upper" in new and name != "exact_l2":
         exact = new["exact"]

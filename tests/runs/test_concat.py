@@ -60,7 +60,7 @@ def test_layers_of_two_runs_make_the_run_of_both(bert, whole):
     for name in ("yudin", "lipbound", "layer_name", "length"):
         np.testing.assert_array_equal(ds[name], whole[name])
     np.testing.assert_allclose(ds["exact"], whole["exact"], rtol=1e-6)
-    assert (Contents.of(ds).all_layers, ds.attrs["samples"]) == (True, 4)
+    assert (Contents.of(ds).made.model_layers, ds.attrs["samples"]) == (ds.sizes["layer"], 4)
 
 
 def test_samples_and_layers_and_runs_put_together_before(whole, other):

@@ -94,6 +94,41 @@ def test_what_is_shown_says_which_steps_have_norms(tmp_path):
     assert "no exact norms" in run_caption(run.sel(step=5))
     axes = lb.plots.over_steps(run)
     assert [line.get_xdata().tolist() for line in axes.lines] == [[0, 4]] * 2
+    shown = lb.tables.render(run)
+    assert "norm of W_Q W_K^T times the factor of the scores: median" in shown
+    assert "before the softmax" not in shown  # a statistic that is there, and no extra
+
+
+def test_extras_are_drawn_over_steps_and_of_batches_not_verified(tmp_path: Path) -> None:
+    model = trainers.decoder(**NO_DROPOUT).train()
+    asked: Any = {"extras": [*NAMES, "frobenius", "qk_clip"], "tau": 1e-3, "every": 2}
+    monitor = lb.Monitor(model, IDS, extras_every=1, **asked)
+    for step in range(5):
+        monitor.step(step)
+        update(model)
+    run, single = monitor.run, monitor.run.sel(step=4)
+    for name, variable, reduced in (
+        ("wqk_norm", "wqk_norm", lambda values: np.exp(np.log(values).mean(1))),
+        ("frobenius", "jacobian_frobenius", lambda values: np.exp(np.log(values).mean(1))),
+        ("batch_logit", "batch_logit", lambda values: values.max(1)),
+        ("qk_clip", "qk_clip", lambda values: values.min(1)),
+    ):
+        axes = lb.plots.over_steps(run, name, tmp_path / f"{name}.svg")
+        for layer, line in enumerate(axes.lines):
+            there = run[variable].sel(layer=layer).dropna("step", how="all")
+            assert list(line.get_xdata()) == there["step"].values.tolist()
+            values = there.transpose("step", ...).values.reshape(len(there), -1)
+            np.testing.assert_allclose(line.get_ydata(), reduced(values), rtol=1e-12)
+        assert (axes.get_yscale() == "log") == (name in ("wqk_norm", "frobenius"))
+    model = trainers.decoder(**NO_DROPOUT)  # as at the last norms
+    for _ in range(4):
+        update(model.train())
+    found = lb.verify(single, model=model, data=IDS)
+    assert found.ok, found
+    assert "batch_logit" not in found.table.index
+    assert (
+        found.notes[-1] == "batch_logit is of batches of the training, and cannot be computed again"
+    )
 
 
 def test_steps_that_come_again_are_replaced_and_alarms_are_told(tmp_path):

@@ -133,7 +133,7 @@ def test_a_report_has_details_of_the_layers_that_have_a_closed_form(run, tmp_pat
     data = ["the ferry", "a clock of the island"]
     ds = lb.load(path / "run.zarr")
     found = details_or_reason(ds, 0, model=None, data=data, device="cpu")
-    page = contents(ds, "T5", reduce="mean", details=found)
+    page = contents(ds, "T5", "mean", 0, found)
     assert [one is not None for one in page["details"]] == [True, True, False, False]
     assert page["tokens"] == []
     lb.report(path / "run.zarr", tmp_path / "t5.html", data=data)

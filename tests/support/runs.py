@@ -6,9 +6,10 @@ import numpy as np
 import xarray as xr
 
 from lipbound.runs.checksums import sealed
-from lipbound.runs.compare import dataset
+from lipbound.runs.compare import Plan, dataset
 from lipbound.runs.config import RunConfig
 from lipbound.runs.measure import LayerInfo
+from lipbound.runs.store import LayerResult
 from lipbound.schema import Extent, RunInfo
 
 TEXTS = ["the ferry is in a clock", "the keeper and the lighthouse"]
@@ -62,7 +63,9 @@ def made_up(*, samples: int = 2, layers: int = 3, heads: int = 4) -> xr.Dataset:
     tables["yudin_nobias_sound"][0] = False
     found = [LayerInfo(k, f"layer.{k}", heads, 32, frozenset()) for k in range(layers)]
     config = RunConfig(SETTINGS["model"], bounds=tuple(FACTORS))
-    ds = dataset(tables, config, found, 32 - 2 * np.arange(samples))
+    plan, lengths = Plan(config, found, samples, 1, 1, {}, layers), 32 - 2 * np.arange(samples)
+    each = ({name: values[:, k] for name, values in tables.items()} for k in range(layers))
+    ds, _ = dataset(plan, (LayerResult(0, k, one, lengths, 0.0) for k, one in enumerate(each)))
     made = Extent(samples, samples, list(range(layers)), heads, layers)
     counts = {"samples": samples, "exact_samples": samples}
     return sealed(ds, RunInfo(**SETTINGS | counts, bounds=list(FACTORS), made=made))

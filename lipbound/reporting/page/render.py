@@ -37,11 +37,8 @@ from lipbound.models.inputs import token_texts
 from lipbound.reporting import labels, statistics, tables
 from lipbound.reporting.labels import model_name, relabelled, told_apart
 from lipbound.reporting.plots import caption, heatmaps, log10, scales
-from lipbound.reporting.statistics import across
 from lipbound.runs import store
-from lipbound.runs.store import both_runs, diff_of, run_of
 from lipbound.runs.verify import Replay, replay
-from lipbound.schema import Contents, bounds_there, compared_with, norm_of
 
 HERE = Path(__file__).parent
 SINGLE = 16
@@ -151,20 +148,20 @@ def report(
     for run in several:
         ds = store.load(run, damaged="refuse") if isinstance(run, str | Path) else run
         if schema.is_diff(ds):
-            diffs.append(_diff(diff_of(ds)))
-            named += [(one, model_name(one)) for one in both_runs(ds)]
+            diffs.append(_diff(store.diff_of(ds)))
+            named += [(one, model_name(one)) for one in store.both_runs(ds)]
         else:
-            ds = run_of(ds)
+            ds = store.run_of(ds)
             named.append((ds, model_name(ds) if isinstance(run, xr.Dataset) else Path(run).stem))
     for run, title in named:
         known = {*run.variables, "model", "data"} if len(named) > 1 else wanted
-        ds = relabelled(run_of(run), {name: wanted[name] for name in wanted if name in known})
+        ds = relabelled(store.run_of(run), {name: wanted[name] for name in wanted if name in known})
         if not 0 <= sample < ds.sizes["sample"]:
             last = ds.sizes["sample"] - 1
             raise LipboundError(f"sample is {sample}; the run has samples 0 to {last}")
         found = details_or_reason(ds, sample, model, data, device) if details else LEFT_OUT
         attention += b"".join(one.attention.tobytes() for one in found[0] or [] if one)
-        pages.append(contents(ds, title, reduce=reduce, sample=sample, details=found))
+        pages.append(contents(ds, title, reduce, sample, found))
     for one, title in zip(pages, told_apart(one["title"] for one in pages), strict=True):
         one["title"] = title
     text = _page(pages, attention, diffs)
@@ -218,12 +215,7 @@ def _packed(content: bytes) -> str:
 
 
 def contents(
-    ds: xr.Dataset,
-    title: str,
-    *,
-    reduce: str | float = "geomean",
-    sample: int = 0,
-    details: DetailsOrReason = LEFT_OUT,
+    ds: xr.Dataset, title: str, reduce: str | float, sample: int, details: DetailsOrReason
 ) -> dict[str, Any]:
     """Collect a run's numbers, words and details for a page as plain data and arrays.
 
@@ -244,7 +236,7 @@ def contents(
 
 def _words(ds: xr.Dataset) -> dict[str, Any]:
     """What a run and its bounds are called and say, and what is to be said of them."""
-    names, made, there = bounds_there(ds), tables.table_of(ds), Contents.of(ds)
+    names, made, there = schema.bounds_there(ds), tables.table_of(ds), schema.Contents.of(ds)
     shown = made.shown.drop(columns="name", errors="ignore")
     said = {name: ds[name].attrs for name in names}
     formulas = {name: said[name].get("statement_latex", said[name]["statement"]) for name in names}
@@ -252,9 +244,9 @@ def _words(ds: xr.Dataset) -> dict[str, Any]:
     facts = {name: labels.fact_words(fact) for name, fact in labels.facts(ds).items()}
     return {
         "caption": labels.run_caption(ds),
-        "across": across(ds),
+        "across": statistics.across(ds),
         "layers": ds["layer"].values.tolist(),
-        "columns": ds[across(ds)].values.tolist(),
+        "columns": ds[statistics.across(ds)].values.tolist(),
         "samples": there.samples,
         "exactSamples": there.exact_samples,
         "tokens_most": there.tokens,
@@ -263,11 +255,11 @@ def _words(ds: xr.Dataset) -> dict[str, Any]:
         "left": list(ds.attrs.get("not_applicable", {})),
         "map": plain(ds.attrs["map_description"]),
         "norm": plain(labels.norm_words(ds)),
-        "norm_name": norm_of(ds),
+        "norm_name": schema.norm_of(ds),
         "statements": {name: plain(said[name]["statement"]) for name in names},
         "formulas": {name: plain(text) for name, text in formulas.items()},
         "sources": {name: plain(said[name]["source"]) for name in names},
-        "compared": {name: compared_with(ds, name) for name in names},
+        "compared": {name: schema.compared_with(ds, name) for name in names},
         "summary": {"cells": made.head, "head": list(shown.columns), "rows": rows},
         "exact": enclosed(*statistics.mean_ends(ds, "exact")),
         "notes": made.notes,
@@ -279,13 +271,13 @@ def _words(ds: xr.Dataset) -> dict[str, Any]:
 
 def _values(ds: xr.Dataset, reduce: str | float) -> dict[str, Any]:
     """Numbers of a run: reduced over samples, as ratios, and sample by sample."""
-    names, shown = bounds_there(ds), [*statistics.panels(ds), *statistics.extras(ds)]
+    names, shown = schema.bounds_there(ds), [*statistics.panels(ds), *statistics.extras(ds)]
     colours = scales(ds, log10(ds, shown, reduce), "rows")
     panels = [name for scale in colours for name in scale.names]
     upper = ["exact_upper"] if "exact_upper" in ds else []
     ratios = {name: statistics.ratio(ds, name) for name in names}
     # something that is compared with each exact norm
-    examples = {compared_with(ds, name): name for name in names} | {"exact": "exact"}
+    examples = {schema.compared_with(ds, name): name for name in names} | {"exact": "exact"}
     widths = {of: statistics.cell_widths(ds, one, reduce) for of, one in examples.items()}
     whole = ds, ["layer", "sample"]
     kept, order = (ds.isel(sample=slice(SINGLE)), schema.AXES) if "head" in ds.dims else whole
@@ -383,7 +375,7 @@ def details_of(rerun: Replay, ds: xr.Dataset, sample: int) -> list[Details | Non
     """
     capturer = Capturer(rerun.checkpoint.model, ds["layer"].values.tolist())
     found = capturer.run(rerun.inputs.block(sample, sample + 1, rerun.device))
-    names, norm, each = bounds_there(ds), norm_of(ds), list[Details | None]()
+    names, norm, each = schema.bounds_there(ds), schema.norm_of(ds), list[Details | None]()
     for layer in found:
         att, one = layer.attention, None
         if isinstance(att, Attention) and layer.windows == 1 and att.kind == "self":
@@ -405,9 +397,8 @@ def of_layer(att: Attention, map: str, names: list[str], norm: str = "frobenius"
         found_norm = token_norm(att, norm, map=map, tol=TOKEN_TOL, vectors=True)
     else:
         found_norm = spectral_norm(att, map=map, tol=TOL, vectors=True)
-    assert found_norm.left is not None
-    assert found_norm.right is not None
-    left, right = found_norm.left[0].double(), found_norm.right[0].double()
+    both = found_norm.left, found_norm.right
+    left, right = (vectors[0].double() for vectors in both if vectors is not None)
     parts, moved = shares(att, map, left, right)
     profile = token_profile(att, map=map)
     folded = att.fold_output()[0] if map == "head_out" else att
