@@ -446,10 +446,15 @@ class HeadJacobian(InParts, HeadOperator):
         t = self.t * s if torch.is_grad_enabled() else s.mul_(self.t)
         mean = t.sum(-1, keepdim=True) * self.o
         # at a one-hot row the difference is exactly zero, which a fused multiply-add would spoil:
-        # products of float64 may begin with what they are added to
+        # processors' products may begin with what they are added to
         if self.dtype == torch.float64:
             return (narrow(t, self.v) - mean).mT.baddbmm_(z_v.mT, self.p.mT).mT
-        return torch.baddbmm(mean, t, self.v, beta=-1).baddbmm_(self.p, z_v)
+        if self.device.type == "cpu":
+            out = self._times(t, self.v)
+            out -= mean
+        else:
+            out = torch.baddbmm(mean, t, self.v, beta=-1)
+        return out.baddbmm_(self.p, z_v)
 
     def to(self, dtype: torch.dtype) -> Self:
         other = super().to(dtype)

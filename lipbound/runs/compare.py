@@ -323,7 +323,7 @@ def plan(
     if any(i < 0 for i in config.chosen_layers or ()):
         measured = ", ".join(str(one.index) for one in layers)
         note(sources.inputs, f"layers below zero count from the end: here {measured}")
-    silent = left_out(config, layers)
+    silent = silent_bounds(config, layers)
     names = [name for name in config.names if name not in silent]
     room = min(layer.memory.room(memory) for layer in layers)
     exact = config.exact_count(samples)
@@ -343,7 +343,7 @@ def all_variants(layers: Sequence[LayerInfo]) -> frozenset[str]:
     return frozenset().union(*(layer.variants for layer in layers))
 
 
-def left_out(config: RunConfig, layers: Sequence[LayerInfo]) -> dict[str, str]:
+def silent_bounds(config: RunConfig, layers: Sequence[LayerInfo]) -> dict[str, str]:
     """Say why bounds of a run say nothing about its layers, by their names.
 
     They are stated for functions of the input, do not cover variants, or inputs are too long.

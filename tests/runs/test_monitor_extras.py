@@ -99,13 +99,11 @@ def test_what_is_shown_says_which_steps_have_norms(tmp_path):
     assert "before the softmax" not in shown  # a statistic that is there, and no extra
 
 
-def test_extras_are_drawn_over_steps_and_of_batches_not_verified(tmp_path: Path) -> None:
+def test_extras_are_drawn_over_steps_and_of_batches_not_verified(tmp_path):
     model = trainers.decoder(**NO_DROPOUT).train()
-    asked: Any = {"extras": [*NAMES, "frobenius", "qk_clip"], "tau": 1e-3, "every": 2}
+    asked = {"extras": [*NAMES, "frobenius", "qk_clip"], "tau": 1e-3, "every": 2}
     monitor = lb.Monitor(model, IDS, extras_every=1, **asked)
-    for step in range(5):
-        monitor.step(step)
-        update(model)
+    train(model, 5, monitor.step)
     run, single = monitor.run, monitor.run.sel(step=4)
     for name, variable, reduced in (
         ("wqk_norm", "wqk_norm", lambda values: np.exp(np.log(values).mean(1))),
@@ -121,8 +119,7 @@ def test_extras_are_drawn_over_steps_and_of_batches_not_verified(tmp_path: Path)
             np.testing.assert_allclose(line.get_ydata(), reduced(values), rtol=1e-12)
         assert (axes.get_yscale() == "log") == (name in ("wqk_norm", "frobenius"))
     model = trainers.decoder(**NO_DROPOUT)  # as at the last norms
-    for _ in range(4):
-        update(model.train())
+    train(model.train(), 4)
     found = lb.verify(single, model=model, data=IDS)
     assert found.ok, found
     assert "batch_logit" not in found.table.index
