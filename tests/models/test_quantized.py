@@ -4,10 +4,9 @@ name."""
 import json
 
 import torch
-import transformers as tf
 from safetensors.torch import load_file, save_file
 from support.checks import close, refused
-from support.models import IDS, LLAMA, build, inputs_for
+from support.models import IDS, LLAMA, build, inputs_for, model_of
 
 import lipbound as lb
 
@@ -17,7 +16,7 @@ LARGEST = torch.finfo(torch.float8_e4m3fn).max
 def save_fp8(folder, block=4):
     """A Llama with projections in float8 and a scale for every block; returns what its weights
     stand for."""
-    build(lambda: tf.LlamaModel(tf.LlamaConfig(**LLAMA, **IDS))).save_pretrained(folder)
+    build(model_of("Llama", **LLAMA, **IDS)).save_pretrained(folder)
     stored, stand_for = {}, {}
     for name, weight in load_file(folder / "model.safetensors").items():
         if "proj" not in name:
@@ -69,7 +68,7 @@ def test_what_is_not_turned_back_is_refused_by_name(tmp_path):
 
 
 def test_numbers_of_one_byte_in_memory_are_refused():
-    model = build(lambda: tf.LlamaModel(tf.LlamaConfig(**LLAMA, **IDS)))
+    model = build(model_of("Llama", **LLAMA, **IDS))
     model.layers[0].self_attn.q_proj.to(torch.float8_e4m3fn)
     words = "q_proj.weight is float8_e4m3fn, ", " model.dequantize()"
     refused(lambda: lb.load_checkpoint(model), *words, error=lb.errors.CheckpointError)

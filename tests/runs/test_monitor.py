@@ -20,7 +20,7 @@ from support import trainers
 from support.commands import refused
 from support.models import AFFINE, GPT2, build, inputs_for
 from support.modules import own_norms
-from support.trainers import IDS, NO_DROPOUT, RATE, train
+from support.trainers import IDS, NO_DROPOUT, RATE, decoder, train
 from torch import nn
 
 import lipbound as lb
@@ -29,11 +29,6 @@ from lipbound.runs.checksums import edited
 from lipbound.runs.monitor import logged_numbers
 from lipbound.runs.store import at_step
 from lipbound.schema import STATISTICS
-
-
-def decoder(**options):
-    """A small GPT-2 in training mode."""
-    return trainers.decoder(**options).train()
 
 
 def own(model):

@@ -108,12 +108,6 @@ SEQ2SEQ: dict[str, Make] = {
 }
 
 
-def no_attention() -> tf.PreTrainedModel:
-    """A convolutional network."""
-    config = tf.ResNetConfig(embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1])
-    return tf.ResNetModel(config)
-
-
 def build(make: Make, seed: int = 0) -> tf.PreTrainedModel:
     """A model with random weights, nonzero biases included."""
     torch.manual_seed(seed)
