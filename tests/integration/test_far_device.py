@@ -27,7 +27,6 @@ FAMILIES = ("bert", "gpt2", "vit", "Llama", "Gemma 2", "Phi, q/k-norm", "T5 enco
 FIGURES = (
     "which-map three-norms token-profile mass-splitting yudin-2 yudin-multihead castin-2 castin-3"
 ).split()
-EVERY_TOKEN = {"norm": "every-token", "layers": [0]}
 CLOSE = {"float64": 1e-6, "float32": 5e-4}
 
 
@@ -129,7 +128,7 @@ def test_models_are_captured(there, family):
     "options",
     [
         {},
-        EVERY_TOKEN,
+        {"norm": "every-token", "layers": [0]},
         pytest.param({"weights": "layers"}, marks=pytest.mark.slow),
         pytest.param({"map": "post_norm", "dtype": "float64"}, marks=pytest.mark.slow),
     ],

@@ -10,8 +10,6 @@ from support.models import IDS, LLAMA, build, inputs_for, model_of
 
 import lipbound as lb
 
-LARGEST = torch.finfo(torch.float8_e4m3fn).max
-
 
 def save_fp8(folder, block=4):
     """A Llama with projections in float8 and a scale for every block; returns what its weights
@@ -29,7 +27,7 @@ def save_fp8(folder, block=4):
         for i in range(tall):
             for j in range(wide):
                 part = slice(i * block, (i + 1) * block), slice(j * block, (j + 1) * block)
-                scale[i, j] = weight[part].abs().max() / LARGEST
+                scale[i, j] = weight[part].abs().max() / torch.finfo(torch.float8_e4m3fn).max
                 stored[name][part] = (weight[part] / scale[i, j]).to(torch.float8_e4m3fn)
                 stand_for[name][part] = stored[name][part].float() * scale[i, j]
         stored[f"{name}_scale_inv"] = scale

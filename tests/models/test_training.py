@@ -252,10 +252,9 @@ def test_threads_keep_to_their_own_models():
 
 
 COMPILED = newer_torch("2.6", "running a compiled model as it is written")
-COMPILE = partial(torch.compile, backend="eager")
 
 
-WRAPPERS = [nn.DataParallel, pytest.param(COMPILE, marks=COMPILED)]
+WRAPPERS = [nn.DataParallel, pytest.param(partial(torch.compile, backend="eager"), marks=COMPILED)]
 
 
 @pytest.mark.parametrize("wrap", WRAPPERS, ids=["data parallel", "compiled"])

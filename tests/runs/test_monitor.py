@@ -50,11 +50,6 @@ def own(model):
     return {name: value.numpy() for name, value in found.items()}
 
 
-def test_steps_that_are_named():
-    monitor = lb.Monitor(decoder(), IDS, steps=[1, 5])
-    assert [step for step in range(8) if monitor.step(step) is not None] == [1, 5]
-
-
 def test_every_step_has_the_numbers_of_its_weights():
     model, truth = decoder(), {}
     monitor = lb.Monitor(model, IDS, every=3, bounds=["lipbound"], delta=1e-6)
