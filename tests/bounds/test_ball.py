@@ -30,11 +30,6 @@ SINGLE = ("rotation", "norm", "together", "cap", "sinks")
 WITH_RADIUS = [name for name in lb.bounds.names() if lb.bounds.get(name).ball is not None]
 
 
-def variant(has, seed, **options):
-    """A small layer with variants."""
-    return layer(seed, frozenset(has.split()), **options)
-
-
 def size_of(att):
     """The mean length of a token."""
     return float(att.x.norm(dim=-1).mean())
@@ -99,7 +94,7 @@ def test_layers_at_points_of_the_ball(kind, relative, ball):
         layers = [random_attention(kind, seed=5).unpadded(s) for s in (0, 1)]
     else:
         sizes = zip(MASKS, (0.3, 1.0, 3.0), strict=False)
-        made = (variant(kind, i, mask=m, n=5, scale=s) for i, (m, s) in enumerate(sizes))
+        made = (layer(i, kind, mask=m, n=5, scale=s) for i, (m, s) in enumerate(sizes))
         layers = [att.unpadded(0) for att in made]
     for seed, att in enumerate(layers):
         hold(att, relative * size_of(att), ball, seed, 30 if kind in KINDS else 12)
@@ -156,7 +151,7 @@ def test_no_point_of_the_ball_is_above(seed, has, options, radius, ball):
 @BALLS
 def test_keys_and_values_far_from_zero(has, ball):
     draw, b_v = normal(6), torch.full((3, 3), 1e3).double()
-    att = variant(has, 6, biases=False)
+    att = layer(6, has, biases=False)
     att = changed(att, b_q=draw(3, 4), b_k=40 * draw(3, 4), b_v=b_v).unpadded(0)
     for radius in (1e-3, 0.1):
         found = norms_at(att, inside(att, ball, radius, 6, 0))
@@ -206,7 +201,7 @@ ATTACKED = [
 @pytest.mark.parametrize(("has", "mask", "ball"), ATTACKED)
 def test_the_adversary_on_every_variant(has, mask, ball):
     # one head of each would leave their order untested
-    att = variant(has, 7, mask=mask, scale=0.7).select(heads=slice(0, 2))
+    att = layer(7, has, mask=mask, scale=0.7).select(heads=slice(0, 2))
     exact = oracle(att)
     for radius in (0.03, 0.2, 1.0):
         found = attacked(att, radius, ball, 3, 1)
@@ -269,7 +264,7 @@ def test_degenerate_layers(kind, ball):
 @pytest.mark.parametrize("mask", ["none", "padded"])
 def test_gradients_are_those_of_the_norm(has, mask):
     """Of u^T J(X) v at the top singular pair, against differences of norms of dense Jacobians."""
-    att = variant(has, 7, mask=mask).unpadded(1).select(heads=slice(1, 2))
+    att = layer(7, has, mask=mask).unpadded(1).select(heads=slice(1, 2))
     gradient = steepest(att, 0, lb.spectral_norm(att, tol=1e-12, vectors=True))
     e, h = normal(1)(*att.x.shape), 1e-4
     steps = torch.tensor([1.0, -1, 2, -2]).double().view(4, 1, 1)
@@ -296,8 +291,7 @@ CENTRES += [("cap", "frobenius"), ("cap sinks", "token")]
 
 def of_name(name):
     """A layer of a kind, or with variants."""
-    has = frozenset(name.split())
-    return random_attention(name) if name in KINDS else layer(9, has, mask="causal")
+    return random_attention(name) if name in KINDS else layer(9, name, mask="causal")
 
 
 @pytest.mark.each_value(name=(*HARD, "rotation", "rotation sinks", "cap", "cap sinks"))

@@ -18,10 +18,6 @@ OURS = ["lipbound", "lipbound_block"]
 HAS = ["rotation", "norm", "together cap", "sinks", "rotation norm", "rotation cap sinks"]
 
 
-def variant(has, seed, **options):
-    return layer(seed, frozenset(has.split()), **options)
-
-
 def between(found, true, above, of_largest, lost=0.0):
     """Not below the truth (by more than ``lost`` of the largest), nor above it by more than a share
     of it and of the largest."""
@@ -35,7 +31,7 @@ def between(found, true, above, of_largest, lost=0.0):
 def test_norms_are_those_of_the_matrices(mask, at_once, monkeypatch):
     for name in ("ROW_BYTES", "SUM_BYTES"):
         monkeypatch.setattr(block_norms, name, 8 * 3 * 3 * 4 * at_once)
-    att = variant("", 1, mask=mask, n=9, samples=1).unpadded(0)
+    att = layer(1, "", mask=mask, n=9, samples=1).unpadded(0)
     with torch.no_grad():
         found = BlockNorms(att, gram=True)
     p, k, v, q = (t[0] for t in (att.p, att.centred_k, att.centred_v, att.scale * att.q))
@@ -55,7 +51,7 @@ def test_norms_are_those_of_the_matrices(mask, at_once, monkeypatch):
 @pytest.mark.parametrize("mask", MASKS)
 def test_samples_together_are_samples_one_by_one(mask):
     """As other devices than the CPU take them."""
-    att = variant("", 2, mask=mask, n=9, samples=3)
+    att = layer(2, "", mask=mask, n=9, samples=3)
     with torch.no_grad():
         ((whole, *_),) = block_norms.samples_of(att, 3)
         together = finished(pairwise._lipbound(whole, slice(None))).view(3, -1, 2)
@@ -106,7 +102,7 @@ def slopes_of(att, side):
 def test_parts_are_those_of_the_maps(has, monkeypatch):
     """`token_block_norms.TokenVectors` of all tokens of the first head, from derivatives of queries
     and keys by autograd: q~_ij is a vector of the layer's input."""
-    att = variant(has, 3).of_samples(slice(0, 1))
+    att = layer(3, has).of_samples(slice(0, 1))
     g, n, w_v = torch.Generator().manual_seed(0), att.tokens, att.w_v[0]
     e = torch.rand(n, n, generator=g, dtype=torch.float64) ** 8
     cov = torch.randn(n, att.d_v, att.d, generator=g, dtype=torch.float64)
@@ -131,7 +127,7 @@ def test_parts_are_those_of_the_maps(has, monkeypatch):
 
 @pytest.mark.parametrize("has", ["", *HAS])
 def test_covariances_are_those_of_their_definition(has):
-    att = variant(has, 3, n=7).of_samples(slice(0, 1))
+    att = layer(3, has, n=7).of_samples(slice(0, 1))
     head = VariantHead(att, 0)
     t, k, v = att.weights[0, 0] / head.unit, att.centred_k[0, 0], att.centred_v[0, 0]
     a = t[..., None] * (v - (att.p[0, 0] @ v)[:, None])
@@ -145,7 +141,7 @@ def test_covariances_are_those_of_their_definition(has):
 @pytest.mark.parametrize("has", ["rotation", "rotation norm", "together cap", "sinks"])
 def test_what_a_mask_forbids_is_skipped_and_not_missed(has, mask, monkeypatch):
     monkeypatch.setattr(token_block_norms, "CHUNK", 2 * 8 * 9 * 9)  # two tokens at a time
-    few = lb.bounds.evaluate(variant(has, 7, mask=mask, n=9), OURS)
+    few = lb.bounds.evaluate(layer(7, has, mask=mask, n=9), OURS)
     formed = []
     plain_seen = token_block_norms.seen
 
@@ -155,16 +151,16 @@ def test_what_a_mask_forbids_is_skipped_and_not_missed(has, mask, monkeypatch):
         return [(part, slice(0, len(t)), slice(0, len(t))) for part, _, _ in found]
 
     monkeypatch.setattr(token_block_norms, "seen", all_of_them)
-    for name, value in lb.bounds.evaluate(variant(has, 7, mask=mask, n=9), OURS).items():
+    for name, value in lb.bounds.evaluate(layer(7, has, mask=mask, n=9), OURS).items():
         close(few[name], value, 1e-5)  # sums of other lengths round otherwise
     assert mask not in ("causal", "window") or max(formed) < 5 * 9
 
 
 @pytest.mark.parametrize("has", HAS)
 def test_long_heads_have_all_bounds_but_the_one_with_inner_products(has, monkeypatch):
-    short = lb.bounds.get("lipbound_block")(variant(has, 4, n=9))
+    short = lb.bounds.get("lipbound_block")(layer(4, has, n=9))
     monkeypatch.setattr(pairwise_variants, "LONGEST", 8)
-    att = variant(has, 4, n=9)
+    att = layer(4, has, n=9)
     close(lb.bounds.get("lipbound_block")(att), short, 1e-6)
     words = "up to 8 tokens of such heads, and there are 9", "take exact_upper"
     refused(lambda: lb.bounds.get("lipbound")(att), *words)

@@ -3,13 +3,16 @@ GPU refuses, in a process of its own."""
 
 import json
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 
 import numpy as np
 import pytest
 from support import elsewhere, far_device
+from support.checks import refused
 from support.versions import newer_torch
 
+import lipbound as lb
 from lipbound import bounds
 
 pytestmark = newer_torch("2.10", "devices that are written in Python")
@@ -24,7 +27,6 @@ FAMILIES = ("bert", "gpt2", "vit", "Llama", "Gemma 2", "Phi, q/k-norm", "T5 enco
 FIGURES = (
     "which-map three-norms token-profile mass-splitting yudin-2 yudin-multihead castin-2 castin-3"
 ).split()
-EVERY_TOKEN = {"norm": "every-token", "layers": [0]}
 CLOSE = {"float64": 1e-6, "float32": 5e-4}
 
 
@@ -131,7 +133,7 @@ def test_models_are_captured(there, family):
     "options",
     [
         {},
-        EVERY_TOKEN,
+        {"norm": "every-token", "layers": [0]},
         pytest.param({"weights": "layers"}, marks=pytest.mark.slow),
         pytest.param({"map": "post_norm", "dtype": "float64"}, marks=pytest.mark.slow),
     ],
@@ -180,10 +182,12 @@ def test_models_are_captured_without_float64(without_float64, family):
 def test_runs_without_float64_are_measured_on_the_cpu(without_float64, bert):
     agree(without_float64(elsewhere.run, bert, {"map": "head_out"}), CLOSE["float32"])
     agree(without_float64(elsewhere.around, "bert", "residual"), CLOSE["float32"])
-    (note,) = (one for one in without_float64(elsewhere.notes, bert) if "has no float64" in one)
+    options = {"device": far_device.NAME, "bounds": "castin", "max_length": 8, "progress": False}
+    compare = partial(without_float64, partial(lb.compare, bert, samples=1, **options))
+    (note,) = (one for one in compare().attrs["notes"] if "has no float64" in one)
     assert "the model runs there, and its heads are measured on the CPU" in note
-    error = without_float64(elsewhere.refused, bert)
-    assert error.startswith("dtype is 'float64', which the device 'far' does not have")
+    wide = partial(without_float64, partial(lb.compare, bert, dtype="float64", **options))
+    refused(wide, "dtype is 'float64', which the device 'far' does not have")
 
 
 @made_of_numbers

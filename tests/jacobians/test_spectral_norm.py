@@ -304,11 +304,7 @@ def test_one_random_start_carries_a_certificate_of_a_usual_head(rotated: bool) -
 def test_what_is_made_for_a_call_is_freed_with_the_layer(dtype: torch.dtype) -> None:
     """By Python itself: its garbage collector does not know how much memory tensors take."""
     calls = [lb.bounds.get(name) for name in lb.bounds.names()]
-    calls += [
-        spectral_norm,
-        partial(spectral_norm, delta=1e-6),
-        partial(spectral_norm, map="layer"),
-    ]
+    calls += [partial(spectral_norm, **how) for how in ({}, {"delta": 1e-6}, {"map": "layer"})]
     gc.collect()
     gc.disable()
     gc.set_debug(gc.DEBUG_SAVEALL)

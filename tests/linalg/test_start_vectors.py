@@ -5,10 +5,9 @@ import math
 
 import pytest
 import torch
-import transformers as tf
 from support.checks import close, normal
 from support.layers import random_attention
-from support.models import TEXT, build, inputs_for
+from support.models import TEXT, build, inputs_for, model_of
 
 import lipbound as lb
 from lipbound.analysis import mean_field
@@ -52,7 +51,7 @@ def test_nor_does_it_that_of_a_layer_with_its_normalisation():
 
 
 def bert_norm(delta):
-    model = build(lambda: tf.BertModel(tf.BertConfig(**TEXT)))
+    model = build(model_of("Bert", **TEXT))
     return lb.network_norm(model, inputs_for(model), end="last_hidden_state", delta=delta, tol=1e-2)
 
 

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 import transformers as tf
+from support import models
 from support.models import BART, GATED, IDS, IMAGE, LATENT, LLAMA, NARROW, T5, TEXT, build, wide
 from support.modules import Maps, before, given_to, joined, maps, norms, own_norms, sdpa, split
 from support.modules import check as checked
@@ -258,12 +259,7 @@ LACKING = {
 
 def made(name, measured, options, **inputs):
     """A case of a model of transformers."""
-
-    def make():
-        config = getattr(tf, f"{name.removesuffix('Encoder')}Config")
-        return getattr(tf, f"{name}Model")(config(**options))
-
-    return make, inputs or WORDS, measured
+    return models.model_of(name, **options), inputs or WORDS, measured
 
 
 CLOSED, AUTOMATIC = "closed form", "automatic"

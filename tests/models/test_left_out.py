@@ -66,11 +66,8 @@ class Gated(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.post_attention, self.up, self.down = (
-            nn.LayerNorm(16),
-            nn.Linear(16, 32),
-            nn.Linear(16, 16),
-        )
+        self.post_attention = nn.LayerNorm(16)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(16, 16)
 
     def forward(self, x):
         a, b = self.up(self.post_attention(x)).chunk(2, -1)

@@ -4,20 +4,17 @@ name."""
 import json
 
 import torch
-import transformers as tf
 from safetensors.torch import load_file, save_file
 from support.checks import close, refused
-from support.models import IDS, LLAMA, build, inputs_for
+from support.models import IDS, LLAMA, build, inputs_for, model_of
 
 import lipbound as lb
-
-LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
 def save_fp8(folder, block=4):
     """A Llama with projections in float8 and a scale for every block; returns what its weights
     stand for."""
-    build(lambda: tf.LlamaModel(tf.LlamaConfig(**LLAMA, **IDS))).save_pretrained(folder)
+    build(model_of("Llama", **LLAMA, **IDS)).save_pretrained(folder)
     stored, stand_for = {}, {}
     for name, weight in load_file(folder / "model.safetensors").items():
         if "proj" not in name:
@@ -30,7 +27,7 @@ def save_fp8(folder, block=4):
         for i in range(tall):
             for j in range(wide):
                 part = slice(i * block, (i + 1) * block), slice(j * block, (j + 1) * block)
-                scale[i, j] = weight[part].abs().max() / LARGEST
+                scale[i, j] = weight[part].abs().max() / torch.finfo(torch.float8_e4m3fn).max
                 stored[name][part] = (weight[part] / scale[i, j]).to(torch.float8_e4m3fn)
                 stand_for[name][part] = stored[name][part].float() * scale[i, j]
         stored[f"{name}_scale_inv"] = scale
@@ -69,7 +66,7 @@ def test_what_is_not_turned_back_is_refused_by_name(tmp_path):
 
 
 def test_numbers_of_one_byte_in_memory_are_refused():
-    model = build(lambda: tf.LlamaModel(tf.LlamaConfig(**LLAMA, **IDS)))
+    model = build(model_of("Llama", **LLAMA, **IDS))
     model.layers[0].self_attn.q_proj.to(torch.float8_e4m3fn)
     words = "q_proj.weight is float8_e4m3fn, ", " model.dequantize()"
     refused(lambda: lb.load_checkpoint(model), *words, error=lb.errors.CheckpointError)

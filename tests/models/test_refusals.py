@@ -200,10 +200,8 @@ TRACED = {
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("made", TRACED.values(), ids=TRACED)
 def test_traced_programs_are_refused(made):
-    program, words = (
-        made(OwnAttention().eval()),
-        ("a traced program ", "give the module that it was"),
-    )
+    program = made(OwnAttention().eval())
+    words = "a traced program ", "give the module that it was"
     refused(lambda: lb.capture(program, X), *words, error=CaptureError)
     refused(lambda: lb.compare(program, {"x": X}), *words, error=CaptureError)
 

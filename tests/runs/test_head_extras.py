@@ -1,11 +1,8 @@
 """Extras of heads themselves, against one-liners of numpy."""
 
-from functools import partial
-
 import numpy as np
 import pytest
 import torch
-from support.checks import refused
 from support.layers import changed, random_attention
 from support.models import AFFINE, MODERN, build, inputs_for
 from support.variants import cross
@@ -117,14 +114,6 @@ def test_what_is_missing_is_told():
     att = random_attention("plain", w_o=False)
     with pytest.warns(lb.Notice, match="wov_norm is missing at 6 of 6 .* no output projection"):
         lb.compare([att], bounds="none", extras="wov_norm", dtype="float64", progress=False)
-
-
-def test_refusals():
-    compare = partial(lb.compare, [random_attention("plain")], bounds="none", progress=False)
-    refused(partial(compare, extras="qk_clip"), "'qk_clip' and tau", "give both")
-    refused(partial(compare, tau=3), "'qk_clip' and tau", "give both")
-    refused(partial(compare, extras="qk_clip", tau=0), "tau is 0", "a logit above 0")
-    refused(partial(compare, extras="row_norm", map="layer"), "is of single heads")
 
 
 def test_a_geometric_mean_of_negative_logits_is_none(bert):

@@ -20,7 +20,7 @@ from support import trainers
 from support.commands import refused
 from support.models import AFFINE, GPT2, build, inputs_for
 from support.modules import own_norms
-from support.trainers import IDS, NO_DROPOUT, RATE, train
+from support.trainers import IDS, NO_DROPOUT, RATE, decoder, train
 from torch import nn
 
 import lipbound as lb
@@ -29,11 +29,6 @@ from lipbound.runs.checksums import edited
 from lipbound.runs.monitor import logged_numbers
 from lipbound.runs.store import at_step
 from lipbound.schema import STATISTICS
-
-
-def decoder(**options):
-    """A small GPT-2 in training mode."""
-    return trainers.decoder(**options).train()
 
 
 def own(model):
@@ -53,11 +48,6 @@ def own(model):
     entropy, first = torch.special.entr(p).sum(-1).mean(-1), p[..., 0].mean(-1)
     found = dict(zip(("exact", *STATISTICS), (exact, logit, entropy, first), strict=True))
     return {name: value.numpy() for name, value in found.items()}
-
-
-def test_steps_that_are_named():
-    monitor = lb.Monitor(decoder(), IDS, steps=[1, 5])
-    assert [step for step in range(8) if monitor.step(step) is not None] == [1, 5]
 
 
 def test_every_step_has_the_numbers_of_its_weights():

@@ -54,10 +54,8 @@ def test_numbers_are_those_of_token_norm_and_of_dense_jacobians(norm, map, bert,
         for h, j in enumerate(token_oracle.blocks(att, s, map)):
             low, high = (float(place[name].values.ravel()[h]) for name in ("exact", "exact_upper"))
             if norm == "every-token":
-                below, above = (
-                    token_oracle.every_from_below(j, 20),
-                    token_oracle.every_from_above(j),
-                )
+                below = token_oracle.every_from_below(j, 20)
+                above = token_oracle.every_from_above(j)
             else:
                 below = above = token_oracle.one(j)[0]
             assert float(below) <= high * (1 + 1e-12)

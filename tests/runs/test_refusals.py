@@ -28,6 +28,9 @@ CONFIGURATIONS = [
     ({"wrt": "keys", "norm": "one-token"}, "has exact norms for norm='frobenius' alone"),
     ({"extras": "frob"}, "unknown extra 'frob'; did you mean 'frobenius'"),
     ({"extras": "frobenius", "norm": "one-token"}, "extras are of norm='frobenius'"),
+    *((given, "'qk_clip' and tau, ") for given in ({"extras": "qk_clip"}, {"tau": 3})),
+    ({"extras": "qk_clip", "tau": 0}, "tau is 0; it must be a logit above 0"),
+    ({"extras": "row_norm", "map": "layer"}, "is of single heads"),
     ({"extras": "frobenius", "map": "residual"}, "extras are of norm='frobenius'"),
 ]
 MONITORS = [

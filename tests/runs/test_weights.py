@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers as tf
 from support.commands import refused, said
-from support.models import AFFINE, MODERN, TEXT, build, inputs_for
+from support.models import AFFINE, IDS, LLAMA, MODERN, TEXT, build, inputs_for, model_of
 
 import lipbound as lb
 from lipbound.errors import CaptureError, CheckpointError, StoreError
@@ -16,11 +16,7 @@ from lipbound.models import weight_files
 from lipbound.models.head_weights import FAMILIES
 from lipbound.schema import OF_WEIGHTS
 
-OTHERS = {
-    "Phi 3": lambda: tf.Phi3Model(
-        tf.Phi3Config(**TEXT, num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-    )
-}
+OTHERS = {"Phi 3": model_of("Phi3", **LLAMA, **IDS)}
 KNOWN = ("bert", "roberta", "distilbert", "gpt2", "gpt2 scaled by layer", "opt", "vit", "Llama")
 KNOWN = (*KNOWN, "Llama 3", "Mistral", "Qwen 2", "Qwen 3", "Gemma", "Gemma 2", "Gemma 3", "Phi")
 KNOWN = (*KNOWN, "Phi 3")

@@ -10,7 +10,7 @@ import pandas as pd
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from support.models import AFFINE, build, no_attention, save_tokenizer
+from support.models import AFFINE, build, model_of, save_tokenizer
 
 import lipbound as lb
 from lipbound.runs import store
@@ -101,6 +101,7 @@ def checkpoints(folder: Path, bert: Path, vit: Path) -> None:
         for file in path.glob("*token*"):
             file.unlink()
 
+    convolutions = model_of("ResNet", embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1])
     spoilt("no-tokenizer", wordless)
     spoilt("no-processor", lambda path: (path / "preprocessor_config.json").unlink(), of=vit)
     spoilt("bad-tokenizer", write("tokenizer.json", "{"))
@@ -111,7 +112,7 @@ def checkpoints(folder: Path, bert: Path, vit: Path) -> None:
     spoilt("odd-heads", config(num_attention_heads=5))
     spoilt("fewer-words", fewer_words)
     spoilt("no-weights", lambda path: (path / "model.safetensors").unlink())
-    spoilt("resnet", lambda path: build(no_attention).save_pretrained(path), of=vit)
+    spoilt("resnet", lambda path: build(convolutions).save_pretrained(path), of=vit)
     (folder / "adapter").mkdir()
     (folder / "adapter" / "adapter_config.json").write_text("{}")
     build(AFFINE["bert"], seed=5).save_pretrained(folder / "other")

@@ -153,22 +153,6 @@ def decompositions() -> set[str]:
     return far_device.DECOMPOSED
 
 
-def notes(folder: Path) -> list[str]:
-    """What a run on the device says of it."""
-    return lb.compare(
-        folder, samples=1, max_length=8, bounds="castin", progress=False, device=NAME
-    ).attrs["notes"]
-
-
-def refused(folder: Path) -> str:
-    """The error about float64 there."""
-    try:
-        lb.compare(folder, samples=1, max_length=8, progress=False, device=NAME, dtype="float64")
-    except lb.LipboundError as error:
-        return str(error)
-    return ""
-
-
 def figure_of(name: str) -> Pairs:
     """What a paper's figure measures of a small decoder."""
     runs = [

@@ -174,10 +174,8 @@ def _result_is_far(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """Where the result of an operation is; raises RuntimeError for tensors that do not
     go together."""
     tensors = _tensors(args, kwargs)
-    far, beside = (
-        [t for t in tensors if isinstance(t, Far)],
-        [t for t in tensors if not isinstance(t, Far) and t.ndim],
-    )
+    far = [t for t in tensors if isinstance(t, Far)]
+    beside = [t for t in tensors if not isinstance(t, Far) and t.ndim]
     if name == "copy_":
         return isinstance(args[0], Far)
     if name in BY_PLACE:

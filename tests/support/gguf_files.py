@@ -22,19 +22,6 @@ SIZES = {
     "intermediate_size": 64,
     "vocab_size": len(WORDS),
 }
-NAMES = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "embed_tokens": "token_embd",
-    "norm": "output_norm",
-}
 Kind = gguf.GGMLQuantizationType
 
 
@@ -78,16 +65,15 @@ def save_gguf(
         writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{kind.name}"])
     if tokenizer:
         _tokenizer(writer)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     stood_for = {}
     for name, weight in model.state_dict().items():
-        middle = name.removesuffix(".weight")
-        _, block, part = middle.split(".", 2) if middle.startswith("layers") else ("", "", middle)
-        prefix = f"blk.{block}." if block else ""
-        rotated = {"self_attn.q_proj": "attention", "self_attn.k_proj": "key_value"}.get(part)
+        part = name.split(".")[-2]
+        rotated = {"q_proj": "attention", "k_proj": "key_value"}.get(part)
         groups = rotated and SIZES[f"num_{rotated}_heads"]
         how = Kind.F32 if weight.ndim == 1 else Kind.Q8_0 if part == "embed_tokens" else kind
         packed = gguf.quantize((_permuted(weight, groups) if groups else weight).numpy(), how)
-        writer.add_tensor(f"{prefix}{NAMES[part]}.weight", packed, raw_dtype=how)
+        writer.add_tensor(names.get_name(f"model.{name}", (".weight",)), packed, raw_dtype=how)
         value = torch.from_numpy(np.array(gguf.dequantize(packed, how)))
         stood_for[name] = _permuted(value, groups, back=True) if groups else value
     written(writer)

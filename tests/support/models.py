@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers as tf
@@ -16,29 +17,34 @@ TEXT = {"vocab_size": 60, "max_position_embeddings": 40, **SMALL}
 IMAGE = {"image_size": 16, "patch_size": 4, **SMALL}
 GPT2 = {"vocab_size": 60, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 40}
 
-AFFINE: dict[str, Callable[[], tf.PreTrainedModel]] = {
-    "bert": lambda: tf.BertModel(tf.BertConfig(**TEXT)),
-    "roberta": lambda: tf.RobertaModel(tf.RobertaConfig(**TEXT)),
-    "electra": lambda: tf.ElectraModel(tf.ElectraConfig(**TEXT, embedding_size=16)),
-    "distilbert": lambda: tf.DistilBertModel(
-        tf.DistilBertConfig(vocab_size=60, dim=24, n_layers=2, n_heads=4, hidden_dim=32)
+Make = Callable[[], tf.PreTrainedModel]
+
+
+def model_of(name: str, **sizes: Any) -> Make:
+    """What makes a random model of a name in transformers, of a configuration of such sizes."""
+    config = f"{name.removesuffix('Encoder')}Config"
+    return lambda: getattr(tf, f"{name}Model")(getattr(tf, config)(**sizes))
+
+
+AFFINE: dict[str, Make] = {
+    "bert": model_of("Bert", **TEXT),
+    "roberta": model_of("Roberta", **TEXT),
+    "electra": model_of("Electra", **TEXT, embedding_size=16),
+    "distilbert": model_of(
+        "DistilBert", vocab_size=60, dim=24, n_layers=2, n_heads=4, hidden_dim=32
     ),
-    "albert": lambda: tf.AlbertModel(tf.AlbertConfig(**TEXT, embedding_size=16)),
-    "gpt2": lambda: tf.GPT2Model(tf.GPT2Config(**GPT2)),
-    "gpt2 scaled by layer": lambda: tf.GPT2Model(
-        tf.GPT2Config(**GPT2, scale_attn_by_inverse_layer_idx=True)
+    "albert": model_of("Albert", **TEXT, embedding_size=16),
+    "gpt2": model_of("GPT2", **GPT2),
+    "gpt2 scaled by layer": model_of("GPT2", **GPT2, scale_attn_by_inverse_layer_idx=True),
+    "opt": model_of("OPT", **TEXT, ffn_dim=32, word_embed_proj_dim=24),
+    "vit": model_of("ViT", **IMAGE),
+    "deit": model_of("DeiT", **IMAGE),
+    "dinov2": model_of("Dinov2", **IMAGE),
+    "beit": model_of(
+        "Beit", **IMAGE, use_relative_position_bias=False, use_shared_relative_position_bias=False
     ),
-    "opt": lambda: tf.OPTModel(tf.OPTConfig(**TEXT, ffn_dim=32, word_embed_proj_dim=24)),
-    "vit": lambda: tf.ViTModel(tf.ViTConfig(**IMAGE)),
-    "deit": lambda: tf.DeiTModel(tf.DeiTConfig(**IMAGE)),
-    "dinov2": lambda: tf.Dinov2Model(tf.Dinov2Config(**IMAGE)),
-    "beit": lambda: tf.BeitModel(
-        tf.BeitConfig(
-            **IMAGE, use_relative_position_bias=False, use_shared_relative_position_bias=False
-        )
-    ),
-    "clip text": lambda: tf.CLIPTextModel(tf.CLIPTextConfig(**TEXT, eos_token_id=2)),
-    "siglip vision": lambda: tf.SiglipVisionModel(tf.SiglipVisionConfig(**IMAGE)),
+    "clip text": model_of("CLIPText", **TEXT, eos_token_id=2),
+    "siglip vision": model_of("SiglipVision", **IMAGE),
 }
 LLAMA = {**TEXT, "num_key_value_heads": 2}
 WIDE = {**TEXT, "hidden_size": 32}
@@ -49,54 +55,37 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, **SHORT}
 LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.5, **SHORT}
 IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+T5 = {"vocab_size": 60, "d_model": 24, "d_kv": 6, "d_ff": 32, "num_layers": 1, "num_heads": 4}
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
 LOCAL = {"attention_bias": True, "local_attention": 4, "global_attn_every_n_layers": 2}
 
-MODERN: dict[str, Callable[[], tf.PreTrainedModel]] = {
-    "Llama": lambda: tf.LlamaModel(tf.LlamaConfig(**LLAMA, attention_bias=True)),
-    "Llama 3": lambda: tf.LlamaModel(tf.LlamaConfig(**LLAMA, rope_parameters=LLAMA3)),
-    "Llama, YaRN": lambda: tf.LlamaModel(tf.LlamaConfig(**LLAMA, rope_parameters=YARN)),
-    "Mistral": lambda: tf.MistralModel(tf.MistralConfig(**NARROW)),
-    "Qwen 2": lambda: tf.Qwen2Model(tf.Qwen2Config(**LLAMA)),
-    "Qwen 3": lambda: tf.Qwen3Model(tf.Qwen3Config(**LLAMA, head_dim=8, attention_bias=True)),
-    "Gemma": lambda: tf.GemmaModel(tf.GemmaConfig(**TEXT, num_key_value_heads=1, head_dim=8)),
-    "Gemma 2": lambda: tf.Gemma2Model(
-        tf.Gemma2Config(**NARROW, attn_logit_softcapping=2.0, layer_types=MIX)
+MODERN: dict[str, Make] = {
+    "Llama": model_of("Llama", **LLAMA, attention_bias=True),
+    "Llama 3": model_of("Llama", **LLAMA, rope_parameters=LLAMA3),
+    "Llama, YaRN": model_of("Llama", **LLAMA, rope_parameters=YARN),
+    "Mistral": model_of("Mistral", **NARROW),
+    "Qwen 2": model_of("Qwen2", **LLAMA),
+    "Qwen 3": model_of("Qwen3", **LLAMA, head_dim=8, attention_bias=True),
+    "Gemma": model_of("Gemma", **TEXT, num_key_value_heads=1, head_dim=8),
+    "Gemma 2": model_of("Gemma2", **NARROW, attn_logit_softcapping=2.0, layer_types=MIX),
+    "Gemma 3": model_of("Gemma3Text", **NARROW, layer_types=MIX),
+    "Phi": model_of("Phi", **WIDE),
+    "Phi, q/k-norm": model_of("Phi", **WIDE, qk_layernorm=True),
+    "GPT-NeoX": model_of("GPTNeoX", **WIDE),
+    "GPTBigCode": model_of("GPTBigCode", **GPT2, **IDS),
+    "gpt-oss": model_of("GptOss", **NARROW, **EXPERTS, rope_parameters=YARN, layer_types=MIX),
+    "OLMo 2": model_of("Olmo2", **LLAMA, attention_bias=True, **IDS),
+    "ModernBERT": model_of("ModernBert", **TEXT, **IDS, **LOCAL, cls_token_id=1, sep_token_id=2),
+    "T5 encoder": model_of("T5Encoder", **{**T5, "num_layers": 2}),
+    "Cohere": model_of("Cohere", **LLAMA, **IDS, use_qk_norm=True),
+    "Cohere 2": model_of("Cohere2", **LLAMA, **IDS, sliding_window=4, layer_types=MIX),
+    "GLM": model_of("Glm", **LLAMA, **IDS, head_dim=8, attention_bias=True),
+    "StableLM, q/k-norm": model_of("StableLm", **WIDE, num_key_value_heads=2, qk_layernorm=True),
+    "Llama 4": model_of(
+        "Llama4Text", **LLAMA, **IDS, head_dim=8, num_local_experts=2, intermediate_size_mlp=32
     ),
-    "Gemma 3": lambda: tf.Gemma3TextModel(tf.Gemma3TextConfig(**NARROW, layer_types=MIX)),
-    "Phi": lambda: tf.PhiModel(tf.PhiConfig(**WIDE)),
-    "Phi, q/k-norm": lambda: tf.PhiModel(tf.PhiConfig(**WIDE, qk_layernorm=True)),
-    "GPT-NeoX": lambda: tf.GPTNeoXModel(tf.GPTNeoXConfig(**WIDE)),
-    "GPTBigCode": lambda: tf.GPTBigCodeModel(tf.GPTBigCodeConfig(**GPT2, **IDS)),
-    "gpt-oss": lambda: tf.GptOssModel(
-        tf.GptOssConfig(**NARROW, **EXPERTS, rope_parameters=YARN, layer_types=MIX)
-    ),
-    "OLMo 2": lambda: tf.Olmo2Model(tf.Olmo2Config(**LLAMA, attention_bias=True, **IDS)),
-    "ModernBERT": lambda: tf.ModernBertModel(
-        tf.ModernBertConfig(**TEXT, **IDS, **LOCAL, cls_token_id=1, sep_token_id=2)
-    ),
-    "T5 encoder": lambda: tf.T5EncoderModel(
-        tf.T5Config(vocab_size=60, d_model=24, d_kv=6, d_ff=32, num_layers=2, num_heads=4)
-    ),
-    "Cohere": lambda: tf.CohereModel(tf.CohereConfig(**LLAMA, **IDS, use_qk_norm=True)),
-    "Cohere 2": lambda: tf.Cohere2Model(
-        tf.Cohere2Config(**LLAMA, **IDS, sliding_window=4, layer_types=MIX)
-    ),
-    "GLM": lambda: tf.GlmModel(tf.GlmConfig(**LLAMA, **IDS, head_dim=8, attention_bias=True)),
-    "StableLM, q/k-norm": lambda: tf.StableLmModel(
-        tf.StableLmConfig(**WIDE, num_key_value_heads=2, qk_layernorm=True)
-    ),
-    "Llama 4": lambda: tf.Llama4TextModel(
-        tf.Llama4TextConfig(
-            **LLAMA, **IDS, head_dim=8, num_local_experts=2, intermediate_size_mlp=32
-        )
-    ),
-    "ESM": lambda: tf.EsmModel(
-        tf.EsmConfig(**TEXT, pad_token_id=1, position_embedding_type="rotary")
-    ),
-    "DINOv3": lambda: tf.DINOv3ViTModel(
-        tf.DINOv3ViTConfig(**{**IMAGE, "hidden_size": 32}, num_register_tokens=2)
-    ),
+    "ESM": model_of("Esm", **TEXT, pad_token_id=1, position_embedding_type="rotary"),
+    "DINOv3": model_of("DINOv3ViT", **{**IMAGE, "hidden_size": 32}, num_register_tokens=2),
 }
 """Attention of today's language models: rotation, shared keys, q/k-norm, caps, sinks, windows,
 relative biases."""
@@ -111,22 +100,15 @@ GATED |= {"layer_types": ["full_attention"] * 2}
 SIDE = {"layers": 1, "attention_heads": 4, "ffn_dim": 32}
 BART = {"vocab_size": 60, "d_model": 24, "max_position_embeddings": 40}
 BART |= {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in SIDE.items()}
-T5 = {"vocab_size": 60, "d_model": 24, "d_kv": 6, "d_ff": 32, "num_layers": 1, "num_heads": 4}
 MARIAN = {**BART, "pad_token_id": 0, "decoder_start_token_id": 0}
-SEQ2SEQ: dict[str, Callable[[], tf.PreTrainedModel]] = {
-    "bart": lambda: tf.BartModel(tf.BartConfig(**BART)),
-    "marian": lambda: tf.MarianModel(tf.MarianConfig(**MARIAN)),
-    "t5": lambda: tf.T5Model(tf.T5Config(**T5)),
+SEQ2SEQ: dict[str, Make] = {
+    "bart": model_of("Bart", **BART),
+    "marian": model_of("Marian", **MARIAN),
+    "t5": model_of("T5", **T5),
 }
 
 
-def no_attention() -> tf.PreTrainedModel:
-    """A convolutional network."""
-    config = tf.ResNetConfig(embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1])
-    return tf.ResNetModel(config)
-
-
-def build(make: Callable[[], tf.PreTrainedModel], seed: int = 0) -> tf.PreTrainedModel:
+def build(make: Make, seed: int = 0) -> tf.PreTrainedModel:
     """A model with random weights, nonzero biases included."""
     torch.manual_seed(seed)
     model = make().eval()

@@ -188,26 +188,18 @@ def _normalised(x: Exact, given: Vectors, norm: QKNorm, head: int) -> Vectors:
     if norm.over is not None:
         whole = _projected(x, *(None if t is None else exact(t) for t in norm.over))
     n = whole.y.shape[1]
+    # the other coordinates are multiplied by gain alone
+    part = np.ones(len(gain), dtype=bool) if norm.part is None else norm.part.numpy()
     s = [((row * row).sum() / n + exact(norm.eps)).sqrt() for row in whole.y]
-    ds = [
-        (t[:, None] * dt).sum(0) / n / root
-        for t, dt, root in zip(whole.y, whole.dy, s, strict=True)
-    ]  # (n, D)
-    if norm.part is not None:  # the other coordinates are multiplied by gain alone
-        apart = np.array([[not one] for one in norm.part.tolist()])
-        untouched = given.y * gain, given.dy * gain[:, None]
-    y = np.array([gain * row / root for row, root in zip(given.y, s, strict=True)])
-    dy = np.array(
-        [
-            gain[:, None] * (dt / root - np.multiply.outer(row, d) / root**2)
-            for row, dt, root, d in zip(given.y, given.dy, s, ds, strict=True)
-        ]
-    )
-    if norm.part is not None:
-        y, dy = np.where(apart[:, 0], untouched[0], y), np.where(apart, untouched[1], dy)
+    y, dy = np.empty_like(given.y), np.empty_like(given.dy)
+    for i, root in enumerate(s):
+        ds = (whole.y[i][:, None] * whole.dy[i]).sum(0) / n / root
+        by, row = gain * np.where(part, 1 / root, 1), np.where(part, given.y[i], 0)
+        y[i] = by * given.y[i]
+        dy[i] = by[:, None] * (given.dy[i] - np.multiply.outer(row, ds) / root)
     ratio = 1 + max(given.size, whole.size) / min(s)
     slope = n * _largest(gain) * max(given.slope, whole.slope) / min(s) * ratio**3
-    slope += 0 if norm.part is None else _largest(gain) * given.slope
+    slope += _largest(gain) * given.slope
     return Vectors(
         y if norm.bias is None else y + exact(norm.bias[head]),
         dy,

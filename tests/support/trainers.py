@@ -32,9 +32,9 @@ class SmallTrainer(PenaltyMixin, tf.Trainer):
 
 
 def decoder(**options: Any) -> Any:
-    """A small GPT-2 that predicts tokens."""
+    """A small GPT-2 that predicts tokens, in training mode."""
     config = tf.GPT2Config(**GPT2, bos_token_id=None, eos_token_id=None, **options)
-    return build(lambda: tf.GPT2LMHeadModel(config))
+    return build(lambda: tf.GPT2LMHeadModel(config)).train()
 
 
 def train(model: Any, steps: int, before: Callable[[int], Any] = lambda step: None) -> None:

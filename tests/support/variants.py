@@ -20,7 +20,7 @@ HAS = tuple(tuple(names.split()) for names in SETS)
 
 def layer(
     seed: int,
-    has: frozenset[str],
+    has: frozenset[str] | str,
     *,
     mask: str = "none",
     n: int = 5,
@@ -36,6 +36,7 @@ def layer(
     """Samples x heads of width 7; ``same``: all tokens of a sample are equal; ``turned``: how many
     pairs of coordinates a rotation turns at most; ``padded``: every second sample is shorter by
     two."""
+    has = frozenset(has.split()) if isinstance(has, str) else has
     draw = normal(seed)
     x = scale * draw(samples, n, 7)
     if same:
