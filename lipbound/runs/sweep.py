@@ -189,8 +189,10 @@ def _why(error: Exception) -> str:
 
 
 def _name(arguments: Mapping[str, Any], varying: Iterable[str]) -> str:
-    """Name the store of a run."""
+    """Name the store of a run, with few enough characters for a file: data may be a long text."""
     model, data, length = (arguments[key] for key in _AXES)
-    parts = [str(model), "default" if data is None else Path(str(data)).stem, str(length)]
+    stem = "default" if data is None else Path(str(data)).stem
+    parts = [str(model)[-80:], stem[:60], str(length)]
     parts += [f"{key}_{arguments[key]}"[:60] for key in varying]
-    return "-".join(re.sub(r"[^A-Za-z0-9.]+", "_", part).strip("_.") for part in parts)
+    parts = [re.sub(r"(?<![A-Za-z0-9])-(?=\d)", "minus", part) for part in parts]
+    return "-".join(re.sub(r"[^A-Za-z0-9.]+", "_", part).strip("_.") for part in parts)[:200]

@@ -63,6 +63,19 @@ def test_the_index_has_the_numbers_of_every_run(bert, text, tmp_path):
             assert int(row[f"{name}_violations"]) == int((ds[name] < exact).sum())
 
 
+def test_names_of_stores(bert, tmp_path):
+    """A sign is no dash, and a text is no longer than the name of a file may be."""
+    file = tmp_path / "sweep.yaml"
+    file.write_text(yaml.safe_dump({"model": "b-1", "seed": [-1, 1], "layers": [[0, 1], -2]}))
+    ends = ["0_1-seed_minus1", "0_1-seed_1", "minus2-seed_minus1", "minus2-seed_1"]
+    assert sorted(planned_runs(file)) == sorted(f"b_1-default-128-layers_{end}" for end in ends)
+    options = {"max_length": 6, "bounds": "none", "seed": [0, 1], "tol": [0.1, 0.01]}
+    data = [("the ferry and the island " * 20)[:-1], "the ferry and the island " * 20 + "clock"]
+    rows = swept(tmp_path, model=str(bert), data=data, samples=1, **options)
+    assert [row["status"] for row in rows] == ["done"] * 8
+    assert len({row["run"] for row in rows}) == 8
+
+
 def test_pairs(tmp_path):
     file = tmp_path / "sweep.yaml"
     pairs = [
