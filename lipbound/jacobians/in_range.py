@@ -55,11 +55,6 @@ class InRange:
         heads = heads if self.alone is None else self.alone.operator(heads, self.layer)
         return heads.estimating() if estimate else heads
 
-    @property
-    def follows_own_tokens(self) -> bool:
-        """Whether every output of a head follows its own token alone: where queries alone move."""
-        return not self.layer.values_move if self.alone is None else self.alone.side == "q"
-
     def allowance(self, op: MapOperator) -> Roundoff:
         """Return the rounding of the `jacobian` of a float64 layer and of its products."""
         if isinstance(op, LayerJacobian):

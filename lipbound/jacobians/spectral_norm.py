@@ -132,18 +132,19 @@ def spectral_norm(
         if narrow:  # products in float32, where heads of float64 have them
             heads = op.single() if isinstance(op, HeadOperator) else None
             search = heads or in_range(att, map, side).jacobian(estimate=True)
+        # where queries alone move, every output follows its own token alone
+        follows = not wide.layer.values_move if side is None else side == "q"
         if method == "power":  # on J in its dtype, by changes in the units of the layer
             least = tol * 0.5 ** wide.exponents.double()
             per = least.repeat(op.batch // len(least))
             norm = power_iteration(op, tol=per, max_steps=steps, seed=seeds, vectors=vectors)
-        elif isinstance(op, HeadOperator) and wide.follows_own_tokens:
+        elif isinstance(op, HeadOperator) and follows:
             norm = own_block_norms(op, allowance(), tol=tol, vectors=vectors)
         elif method == "dense":
             by = allowance().tensors + allowance().products
             norm = widened(dense_svd(op, vectors=vectors), by, tol)
         else:
-            each = seeds_each(op.batch, seeds)
-            problem = Problem(op, allowance, search, tol, steps, each)
+            problem = Problem(op, allowance, search, tol, steps, seeds_each(op.batch, seeds))
             if delta is None:
                 norm = estimate(problem, vectors=vectors)
             else:
