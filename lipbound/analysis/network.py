@@ -18,7 +18,7 @@ from lipbound.jacobians.automatic import AutomaticJacobian
 from lipbound.linalg.certificates import ROUNDING
 from lipbound.linalg.operator_norm import operator_norm
 from lipbound.linalg.operators import JacobianOperator, Transposed
-from lipbound.linalg.solution import Norm, sample_seeds
+from lipbound.linalg.solution import Norm, sample_seeds, solved
 from lipbound.models.capture.seeing.interface import computing, implementation
 from lipbound.models.checkpoint import measurable, taken
 
@@ -161,9 +161,8 @@ def _from_gradients(op: JacobianOperator) -> Norm:
     ``upper`` allows for the same rounding of products as a certificate.
     """
     sigma = torch.linalg.svdvals(op.dense().cpu().double())[:, 0]
-    steps = torch.full((op.batch,), math.prod(op.out_shape))
-    error = torch.full_like(sigma, ROUNDING[op.dtype])
-    return Norm(sigma, sigma * (1 + error), steps, torch.ones(op.batch, dtype=torch.bool), error)
+    error, steps = ROUNDING[op.dtype], math.prod(op.out_shape)
+    return solved(op, sigma, upper=sigma * (1 + error), steps=steps, error=error)
 
 
 class _Reached(Exception):

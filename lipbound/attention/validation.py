@@ -143,9 +143,7 @@ def check_values(att: "Attention", names: Collection[str] | None = None) -> None
     Raises:
         AttentionError: they are not, or have other dtypes.
     """
-    given = att.tensors()
-    if names is not None:
-        given = {name: t for name, t in given.items() if name in names}
+    given = {name: t for name, t in att.tensors().items() if names is None or name in names}
     _check_dtypes(given, att.x.dtype)
     sizes = largest_entries(att) if names is None else _largest(given)
     for name, largest in sizes.items():
@@ -204,11 +202,8 @@ def _check_mask(att: "Attention") -> None:
     full = att.samples, att.heads, att.rows, att.keys
     if mask is not None:
         given = f"has shape {tuple(mask.shape)}" if mask.ndim else f"is one number, {mask.item()}"
-        try:
-            fits = mask.ndim > 0 and torch.broadcast_shapes(mask.shape, full) == full
-        except RuntimeError:
-            fits = False
-        if not fits:
+        pairs = zip(reversed(mask.shape), reversed(full), strict=False)
+        if not (0 < mask.ndim <= len(full) and all(size in (1, most) for size, most in pairs)):
             raise AttentionError(
                 f"mask {given}; it must be broadcastable to (samples, heads, N, N) = {full}"
             )

@@ -1,5 +1,6 @@
 """Jacobians of attention heads in closed form, as a batch of linear operators."""
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from lipbound.errors import LipboundError, whole
 from lipbound.jacobians.products.matrices import InParts, by_columns, narrow
 from lipbound.jacobians.products.row_blocks import SHORT, Group, RowBlock, RowBlocks, worthwhile
 from lipbound.jacobians.row_space import RowSpace, length_by_squares, length_sums
-from lipbound.linalg.operators import PerEntry, TensorOperator
+from lipbound.linalg.operators import JacobianOperator, PerEntry, TensorOperator
 
 
 @dataclass(init=False, eq=False, repr=False)
@@ -169,7 +170,7 @@ class HeadOperator(TensorOperator):
 
     def _unreduced(self) -> Self:
         """The same maps with inputs in the coordinates of X, which needs no QR decomposition."""
-        rows = self.rows.whole()
+        rows = RowSpace(self.w, [], self.dtype, everything=True)
         return self._with(rows=rows, in_shape=(self.in_shape[0], rows.width))
 
     def estimating(self) -> Self:
@@ -498,3 +499,17 @@ class HeadJacobian(InParts, HeadOperator):
                 f"samples and {heads} heads, counted from 0"
             )
         return self._unreduced().to_scipy(place)
+
+    def dense(self) -> Tensor:
+        """The matrices, block by block for plain attention: Lemma 1 (docs/theory/jacobian.md)."""
+        if not self.plain:
+            return JacobianOperator.dense(self)
+        r_q, r_k, r_v = self.rows.coordinates[self.head].split(self.sizes[:3], -1)
+        centred = self.v[:, None] - self.o[:, :, None]  # (batch, i, j, d_v)
+        weighted = self.p[..., None] * centred
+        blocks = torch.einsum("bija,bim->biajm", weighted, self.q @ r_k.mT)
+        blocks = blocks + torch.einsum("bij,bma->biajm", self.p, r_v)
+        own = torch.einsum("bija,bjc,bmc->biam", weighted, self.k, r_q)
+        i = torch.arange(self.out_shape[0], device=self.device)
+        blocks[:, i, :, i] += own.transpose(0, 1)
+        return blocks.reshape(self.batch, math.prod(self.out_shape), math.prod(self.in_shape))

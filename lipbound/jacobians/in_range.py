@@ -55,11 +55,6 @@ class InRange:
         heads = heads if self.alone is None else self.alone.operator(heads, self.layer)
         return heads.estimating() if estimate else heads
 
-    @property
-    def follows_own_tokens(self) -> bool:
-        """Whether every output of a head follows its own token alone: where queries alone move."""
-        return not self.layer.values_move if self.alone is None else self.alone.side == "q"
-
     def allowance(self, op: MapOperator) -> Roundoff:
         """Return the rounding of the `jacobian` of a float64 layer and of its products."""
         if isinstance(op, LayerJacobian):
@@ -77,9 +72,8 @@ class InRange:
 
         (samples, heads), or (samples,); vectors in ``dtype``.
         """
-        heads = self.given.heads
-        norm = norm if self.map in WHOLE else norm.view(-1, heads)
-        norm, left, right = norm.times_power(self.exponents), norm.left, norm.right
+        heads, left, right = self.given.heads, norm.left, norm.right
+        norm = (norm if self.map in WHOLE else norm.view(-1, heads)).times_power(self.exponents)
         if left is None or right is None:
             return norm
         if isinstance(op, HeadOperator):
@@ -98,9 +92,12 @@ def in_range(att: Attention, map: str, side: Side | None = None) -> InRange:
         side: that heads are a function of, "q", "k" or "v"; None for the inputs.
 
     Raises:
+        AttentionError: the output projection is asked for and not known.
         LipboundError: sizes of tensors as of `lipbound.attention.validation.check_sizes`.
     """
     check_sizes(att)
+    if map == "layer":
+        att.output_projection(map, "heads")
     layer, basis = att.fold_output() if map == "head_out" else (att, None)
     exponents, together = torch.zeros(att.heads, dtype=torch.long), map in WHOLE
     if map not in BLOCKS:  # a residual's identity is seen in its own units

@@ -119,8 +119,8 @@ class LayerJacobian(TensorOperator):
         map: of `WHOLE`.
 
     Raises:
-        AttentionError: the output projection is asked for and not known, or for one of `BLOCKS` not
-            of the layer's own width, or its model does not put the normalisation there.
+        AttentionError: for one of `BLOCKS` the output projection is not of the layer's own width,
+            or its model does not put the normalisation there.
     """
 
     heads: HeadOperator
@@ -142,7 +142,7 @@ class LayerJacobian(TensorOperator):
         valid = att.valid if self.residual else None
         self.real = None if valid is None else valid[..., None].to(att.dtype)
         self.heads, self.count = heads, att.heads
-        self.w_o = None if map == "heads" else att.output_projection("layer", "heads")
+        self.w_o = None if map == "heads" else att.w_o
         self.batch, self.dtype, self.device = att.samples, att.dtype, att.device
         self.in_shape = (att.tokens, att.x.shape[2])
         width = att.heads * att.d_v if self.w_o is None else self.w_o.shape[2]

@@ -47,8 +47,7 @@ class OneSide:
     @staticmethod
     def by_itself(att: Attention, side: Side) -> "OneSide":
         """Return a side of a layer as it moves by itself."""
-        width = att.d_v if side == "v" else att.d
-        eye = torch.eye(width, dtype=att.dtype, device=att.device)
+        eye = torch.eye(att.projection(side)[0].shape[2], dtype=att.dtype, device=att.device)
         return OneSide(side, eye.expand(att.heads, -1, -1))
 
     @staticmethod
@@ -147,6 +146,6 @@ def own_block_norms(op: HeadOperator, roundoff: Roundoff, *, tol: float, vectors
     left[at] = u[..., 0].to(left)
     upper[at] = 0.0  # what is left are the others
     value, rounding = s[:, 0], 8 * (d_v + blocks.shape[-1]) * torch.finfo(op.dtype).eps
-    high = torch.maximum(value * (1 + rounding), upper.amax(-1).cpu())
-    norm = solved(op, value * (1 - rounding), upper=high, steps=d_v, left=left if vectors else None)
+    low, high = value * (1 - rounding), torch.maximum(value * (1 + rounding), upper.amax(-1).cpu())
+    norm = solved(op, low, upper=high, steps=d_v, left=left if vectors else None)
     return widened(norm, roundoff.tensors + d_v**0.5 * roundoff.products, tol)

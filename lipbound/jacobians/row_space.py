@@ -142,7 +142,3 @@ class RowSpace:
     def to(self, dtype: torch.dtype) -> "RowSpace":
         """The same in another dtype."""
         return RowSpace(self._w, self._spans, dtype, self, everything=self.everything)
-
-    def whole(self) -> "RowSpace":
-        """The same with `everything`."""
-        return RowSpace(self._w, self._spans, self._dtype, everything=True)

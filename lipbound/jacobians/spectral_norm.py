@@ -114,14 +114,13 @@ def spectral_norm(
     choice("map", map, MAPS)
     tol, steps = check_search(method, tol, delta, max_steps)
     side, vectors = check_wrt(wrt, map), flag("vectors", vectors)
-    if side is not None or not isinstance(att, ModuleAttention):
-        check_layer(att, "spectral_norm" if side is None else f"wrt={wrt!r}")
-    seeds = sample_seeds(att.samples, seed)
-    if isinstance(att, ModuleAttention):
+    if isinstance(att, ModuleAttention) and side is None:
         options: dict[str, Any] = {"delta": delta, "vectors": vectors, "max_steps": max_steps}
-        op = AutomaticJacobian(att, map)
+        op, seeds = AutomaticJacobian(att, map), sample_seeds(att.samples, seed)
         norm = operator_norm(op, method=method, tol=tol, seed=seeds, **options)
         return norm if map in WHOLE else norm.view(att.samples, att.heads)
+    check_layer(att, "spectral_norm" if side is None else f"wrt={wrt!r}")
+    assert not isinstance(att, ModuleAttention)
     narrow = delta is None and method == "lanczos" and att.dtype == torch.float32 and tol >= SEEN
 
     def measure() -> Norm:
@@ -132,18 +131,20 @@ def spectral_norm(
         if narrow:  # products in float32, where heads of float64 have them
             heads = op.single() if isinstance(op, HeadOperator) else None
             search = heads or in_range(att, map, side).jacobian(estimate=True)
-        if method == "power":  # on J in its dtype, by changes in the units of the layer
-            least = tol * 0.5 ** wide.exponents.double()
-            per = least.repeat(op.batch // len(least))
-            norm = power_iteration(op, tol=per, max_steps=steps, seed=seeds, vectors=vectors)
-        elif isinstance(op, HeadOperator) and wide.follows_own_tokens:
+        # where queries alone move, every output follows its own token alone
+        follows = not wide.layer.values_move if side is None else side == "q"
+        if follows and method != "power" and isinstance(op, HeadOperator):
             norm = own_block_norms(op, allowance(), tol=tol, vectors=vectors)
         elif method == "dense":
             by = allowance().tensors + allowance().products
             norm = widened(dense_svd(op, vectors=vectors), by, tol)
+        elif method == "power":  # on J in its dtype, by changes in the units of the layer
+            least, seeds = tol * 0.5 ** wide.exponents.double(), sample_seeds(att.samples, seed)
+            per = least.repeat(op.batch // len(least))
+            norm = power_iteration(op, tol=per, max_steps=steps, seed=seeds, vectors=vectors)
         else:
-            each = seeds_each(op.batch, seeds)
-            problem = Problem(op, allowance, search, tol, steps, each)
+            seeds = seeds_each(op.batch, sample_seeds(att.samples, seed))
+            problem = Problem(op, allowance, search, tol, steps, seeds)
             if delta is None:
                 norm = estimate(problem, vectors=vectors)
             else:
@@ -170,9 +171,8 @@ def l2_spectral_norm(att: Attention, *, tol: float = 1e-4, seed: int | Sequence[
     op = L2HeadJacobian(wide)
     narrow = att.dtype == torch.float32 and tol >= SEEN
     search = op.to(torch.float32) if narrow else op
-    nothing = torch.zeros(op.batch, dtype=torch.float64)
     steps, seeds = DEFAULT_STEPS["lanczos"], sample_seeds(att.samples, seed)
-    rounding = partial(Roundoff, nothing, nothing, nothing)
+    rounding = partial(Roundoff, *torch.zeros(3, op.batch, dtype=torch.float64))
     problem = Problem(op, rounding, search, tol, steps, seeds_each(op.batch, seeds))
     norm = estimate(problem)
     return norm.view(att.samples, att.heads).times_power(exponents)

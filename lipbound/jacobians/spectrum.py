@@ -97,8 +97,8 @@ def _each_piece(att: Attention | ModuleAttention, map: str, what: str, measure: 
     choice("map", map, TOKEN_MAPS)
     if isinstance(att, ModuleAttention):
         every = AutomaticJacobian(att, map)
-        nothing = torch.zeros(every.batch, dtype=torch.float64)
-        found = measure(every, Roundoff(nothing, nothing, nothing), None).cpu()
+        exact = Roundoff(*torch.zeros(3, every.batch, dtype=torch.float64))
+        found = measure(every, exact, None).cpu()
         return found if map in WHOLE else found.view(att.samples, att.heads)
     check_layer(att, what)
     values = []

@@ -70,10 +70,9 @@ def _too_large(att: Attention) -> bool:
 
 
 def _mostly_masked(att: Attention) -> bool:
-    dense = att.mask is None and att.valid is None
-    if dense or att.device.type != "cpu" or att.tokens < LONG:
-        return False
-    return RowBlocks.of_mask(att, ROWS).share <= FEW
+    masked = att.mask is not None or att.valid is not None
+    long = att.device.type == "cpu" and att.tokens >= LONG
+    return masked and long and RowBlocks.of_mask(att, ROWS).share <= FEW
 
 
 def whole_bytes(device: torch.device) -> float:
@@ -212,8 +211,10 @@ class StreamedHeadJacobian(HeadOperator):
             yield slice(b, b + 1), blocks
 
     def to(self, dtype: torch.dtype) -> Self:
-        wide = {name: getattr(self, name) for name in ("wide_q", "wide_k", "top", "total")}
-        return super().to(dtype)._with(**wide)  # scores stay in float64
+        # scores stay in float64, and masks as they are
+        kept = {name: getattr(self, name) for name in ("layer", "wide_q", "wide_k", "top", "total")}
+        bare = self._with(**dict.fromkeys(kept))
+        return super(StreamedHeadJacobian, bare).to(dtype)._with(**kept)
 
     def column_sums(self) -> Tensor:
         out = self.o.new_zeros(self.batch, self.layer.tokens)

@@ -54,8 +54,6 @@ def log_inverse_epsilon(n: int, delta: float) -> float:
     """
     if n == 1:
         return 0.0
-    if n == 2:  # the cosine of a uniform angle
-        return -math.log(math.sin(math.pi / 2 * delta))
     if delta < 1e-100:
         # beyond the range of the quantile: the density of the squared component is at most
         # x^(-1/2) / B

@@ -130,8 +130,7 @@ def enclose(problem: Problem, delta: float, *, vectors: bool = False) -> Norm:
     upper = torch.minimum(torch.from_numpy(high).sqrt() * (1 + 4 * UNIT), crude)
     upper = torch.where(faint, roundoff.size, upper) + roundoff.tensors
     low, upper = torch.where(faint, 0.0, low), upper * (1 + 2 * UNIT)
-    done = torch.from_numpy(steps)
-    norm = Norm(low, upper, done, upper <= low * (1 + tol), width(low, upper))
+    norm = Norm(low, upper, torch.from_numpy(steps), upper <= low * (1 + tol), width(low, upper))
     return with_vectors(norm, op, top) if vectors else norm
 
 

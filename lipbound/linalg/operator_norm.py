@@ -238,7 +238,7 @@ def power_iteration(
 
 
 def dense_svd(op: JacobianOperator, *, vectors: bool = False, memory: float = 4e9) -> Norm:
-    """Return norms of J from the matrices themselves, in float64, one batch entry at a time.
+    """Return norms of J from the matrices themselves, in float64, so many at a time as fit.
 
     ``lower`` and ``upper`` are the computed value less and plus a relative rounding allowance for
     decomposing the matrix: Lemma 50 (docs/theory/numerics.md); where attention saturates, the
@@ -257,8 +257,8 @@ def dense_svd(op: JacobianOperator, *, vectors: bool = False, memory: float = 4e
     precise = op.double()
     rounding = 4 * (out + into) * torch.finfo(precise.dtype).eps
     sizes, left = [], []
-    for i in range(op.batch):
-        matrix = precise.select(torch.tensor([i], device=op.device)).dense()[0].double()
+    entries = torch.arange(op.batch, device=op.device).split(max(1, int(memory // needed)))
+    for matrix in (m.double() for some in entries for m in precise.select(some).dense()):
         if vectors:
             u, sigma, _ = torch.linalg.svd(matrix, full_matrices=False)
             left.append(u[:, 0].to(op.dtype))

@@ -113,7 +113,7 @@ class JacobianOperator(ABC):
     def dense(self) -> Tensor:
         """Return the matrices, (batch, out, in), one product a row or column: for small cases."""
         if math.prod(self.out_shape) < math.prod(self.in_shape):
-            return Transposed(self).dense().mT
+            return torch.stack(list(Transposed(self).columns()), 1)
         return torch.stack(list(self.columns()), -1)
 
     def columns(self) -> Iterator[Tensor]:

@@ -264,10 +264,8 @@ class SoundPenalty(LayerPenalty):
         UnknownNameError: another bound.
     """
 
-    NAMES = ("lipbound", "lipbound_block")
-
     def __init__(self, name: str = "lipbound_block"):
-        self.name = choice("penalty bound", name, self.NAMES)
+        self.name = choice("penalty bound", name, ("lipbound", "lipbound_block"))
 
     def norms(self, att: Attention) -> Tensor:
         """Return the bound, (samples, heads), float64."""

@@ -99,8 +99,7 @@ def largest(g: Tensor, slack: Tensor) -> BestRows:
     lower, upper, vectors = roots(g, slack)
     value, token = lower.max(-1)
     at = torch.arange(len(g), device=g.device)
-    none = torch.zeros_like(token)
-    return BestRows(value, token, token, vectors[at, token], upper.amax(-1), none)
+    return BestRows(value, token, token, vectors[at, token], upper.amax(-1), torch.zeros_like(at))
 
 
 def largest_block(blocks: Blocks, tol: float) -> BestRows:
