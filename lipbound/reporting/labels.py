@@ -320,21 +320,6 @@ def widest(ds: xr.Dataset) -> float:
     return shown if not most > shown else float(f"{most * 1.05:.1e}")
 
 
-def reached(ds: xr.Dataset) -> str:
-    """Words on the exact norms not found to the tolerance: how many, enclosed how closely.
-
-    Empty where all were.
-    """
-    there = schema.Contents.of(ds)
-    if there.closed == there.norms:
-        return ""
-    wide, open_ = widest(ds), f"{there.norms - there.closed} of {there.norms}"
-    if not wide > float(ds.attrs["tol"]):
-        return open_
-    how = "some without a finite upper end" if np.isinf(wide) else f"enclosed to {small(wide)}"
-    return f"{open_}, {how}"
-
-
 def exact_words(ds: xr.Dataset) -> str:
     """Words on how surely the norms shown are known: method, width, probability.
 
@@ -361,7 +346,10 @@ def exact_words(ds: xr.Dataset) -> str:
             each = " a step" * (schema.STEP in ds.dims)
             found += f" with failure probability {small(run.delta)}{each}"
     if 0 < there.closed < there.norms:
-        found += f", except {reached(ds)}"
+        found += f", except {there.norms - there.closed} of {there.norms}"
+        if wide > run.tol:
+            within = f"enclosed to {small(wide)}"
+            found += f", {'some without a finite upper end' if np.isinf(wide) else within}"
     all_samples = there.exact_samples == there.samples
     some = "" if all_samples else f" (on {there.exact_samples} of the samples)"
     if without := int(schema.automatic(ds).sum()):
@@ -409,7 +397,8 @@ def setting_words(ds: xr.Dataset) -> str:
     there = schema.Contents.of(ds)
     data = f"{data_name(ds)}, {samples_words(there)}"
     norm = "" if schema.norm_of(ds) == "frobenius" else f"; norm: {norm_words(ds)}"
-    together = f"; {there.runs} runs put together" if len(schema.origins(ds)) > 1 else ""
+    runs = len(schema.origins(ds))
+    together = f"; {runs} runs put together" * (runs > 1)
     what = f"map: {ds.attrs['map_description']}{norm}; data: {data}{together}"
     return f"{places(ds)}; {what}; {exact_words(ds)}{state}"
 

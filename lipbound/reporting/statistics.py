@@ -372,9 +372,8 @@ def shared_scale(grids: dict[str, np.ndarray]) -> tuple[float, float]:
     Args:
         grids: log10 of the values of each panel, by name.
     """
-    there = {name: grid for name, grid in grids.items() if np.isfinite(grid).any()}
-    known = {name: np.where(np.isneginf(grid), np.nan, grid) for name, grid in there.items()}
-    medians = {name: float(np.nanmedian(grid)) for name, grid in known.items()}
+    known = {name: np.where(np.isneginf(grid), np.nan, grid) for name, grid in grids.items()}
+    medians = {n: float(np.nanmedian(v)) for n, v in known.items() if np.isfinite(v).any()}
     kept = _together(medians, min(medians.values(), default=0.0), OFF_SCALE)
     finite = [grids[name][np.isfinite(grids[name])] for name in kept]
     return ends(np.concatenate(finite or [np.zeros(1)]))
@@ -392,8 +391,7 @@ def shared_axis(ratios: dict[str, np.ndarray]) -> tuple[list[str], tuple[float, 
         Names in their order, and the ends, one among them. Single values far beyond the medians of
         all do not stretch it.
     """
-    there = {name: values[np.isfinite(values) & (values > 0)] for name, values in ratios.items()}
-    known = {name: np.log10(values) for name, values in there.items()}
+    known = {name: np.log10(v[np.isfinite(v) & (v > 0)]) for name, v in ratios.items()}
     medians = {name: float(np.median(values)) for name, values in known.items() if values.size}
     near = {name: median for name, median in medians.items() if abs(median) <= FARTHEST}
     kept = _together(near, 0.0, APART)

@@ -163,7 +163,6 @@ class Monitor:
             errors.choice("threshold of", name, self._logged)
             self._thresholds[name] = errors.real("threshold", limit, "a finite number")
         self._slices: list[xr.Dataset] = []
-        self._info: RunInfo | None = None
         self._target = None if _other_process() else config.target  # one process writes
         if self._target is not None:
             self._stored(self._target)
@@ -220,7 +219,6 @@ class Monitor:
         asked = compare.deciding(info.attributes(), info.made.layers) | {"model": None}
         same_configuration(target, compare.deciding_of(past) | {"model": None}, asked)
         self._slices = [past.isel({STEP: i}) for i in range(past.sizes[STEP])]
-        self._info = RunInfo.of(past)
 
     @property
     def run(self) -> xr.Dataset:
@@ -229,10 +227,14 @@ class Monitor:
         Raises:
             LipboundError: nothing was measured.
         """
-        norms = [one for one in self._slices if CHECKSUM in one.variables]
-        if not norms:
+        if not self._norms:
             raise LipboundError("nothing was measured yet; call step at a step that is due")
-        return stacked([as_run(one, norms[-1]) for one in self._slices])
+        return stacked([as_run(one, self._norms[-1]) for one in self._slices])
+
+    @property
+    def _norms(self) -> list[xr.Dataset]:
+        """Steps that are whole runs, rather than extras alone."""
+        return [one for one in self._slices if CHECKSUM in one.variables]
 
     def attach(self, trainer: Any) -> Self:
         """Measure at the steps of a Trainer, and log to what it logs to.
@@ -374,10 +376,10 @@ class Monitor:
         ds, error = compare.dataset(planned, results)
         self._fill(ds)
         info = compare.run_info(self._config, sources, planned, error)
-        if (first := self._info) is not None:
+        if before := self._norms:
+            first = RunInfo.of(before[-1])
             notes = list(dict.fromkeys([*first.notes, *info.notes]))
             info = replace(first, capture_error=max(error, first.capture_error), notes=notes)
-        self._info = info
         return sealed(ds.assign_coords({STEP: step}), info)
 
     def _keep(self, ds: xr.Dataset, step: int) -> None:
