@@ -51,20 +51,17 @@ def reduce_samples(values: V, how: str | float, dims: Sequence[str] = ("sample",
     holes = bool(values.isnull().any())  # to look for them takes numpy many times as long
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore", RuntimeWarning)  # of places without any value
-        reduced: Any
         if how == "geomean":
             logs: Any = xr.apply_ufunc(np.log, values)
-            reduced = xr.apply_ufunc(np.exp, logs.mean(dims, skipna=True))
-            reduced = reduced.where(~(values < 0).any(dims))  # which have no geometric mean
-        elif isinstance(how, str):
-            reduced = getattr(values, how)(dims, skipna=holes)
-        else:
-            # infinite values are ordered like any others, but cannot be interpolated
-            top = np.finfo(np.float64).max / 4
-            reduced = np.minimum(values, top)
-            reduced = reduced.quantile(how, dims, skipna=holes)
-            reduced = reduced.where(~(reduced > top * 1e-6), np.inf)
-    return reduced
+            reduced: Any = xr.apply_ufunc(np.exp, logs.mean(dims, skipna=True))
+            return reduced.where(~(values < 0).any(dims))  # which have no geometric mean
+        if isinstance(how, str):
+            return getattr(values, how)(dims, skipna=holes)
+        # infinite values are ordered like any others, but cannot be interpolated
+        top = np.finfo(np.float64).max / 4
+        finite: Any = np.minimum(values, top)
+        reduced = finite.quantile(how, dims, skipna=holes)
+        return reduced.where(~(reduced > top * 1e-6), np.inf)
 
 
 def interval(

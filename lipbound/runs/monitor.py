@@ -309,11 +309,9 @@ class Monitor:
             kind = "" if isinstance(error, LipboundError) else f"{type(error).__name__}: "
             tell(f"step {step} of the training was not measured or kept: {kind}{error}")
             return None
-        if self._logs:
-            there = [name for name in self._logged if name in ds]
-            said = logged_numbers(ds, there, per_head=self._per_head)
-            for log in self._logs:
-                log(said, step)
+        said = logged_numbers(ds, filter(ds.__contains__, self._logged), per_head=self._per_head)
+        for log in self._logs:
+            log(said, step)
         self._alarm(ds, step)
         return ds
 
@@ -362,8 +360,7 @@ class Monitor:
         capturer, planned = self._sources.capturer, self._plan
         capturer.model = in_dtype(self._model)[0]  # a copy, of one in half precision
         capturer.release()
-        device = str(next(self._model.parameters()).device)
-        sources = self._sources._replace(device=device)
+        sources = self._sources._replace(device=str(next(self._model.parameters()).device))
         spec = planned.spec
         if spec.norm == "frobenius":  # nothing is random in the others
             spec = replace(spec, seed=seed_of(spec.seed, STEP, step))
@@ -422,9 +419,8 @@ def stacked(steps: Sequence[xr.Dataset]) -> xr.Dataset:
             are those of the last.
     """
     last = steps[-1]
-    along = [name for name, one in last.variables.items() if one.dims[:2] == AXES[:2]]
     ds = last.assign_coords({STEP: [int(one[STEP]) for one in steps]})
-    for name in along:
+    for name in [name for name, one in last.variables.items() if one.dims[:2] == AXES[:2]]:
         values = np.stack([one[name].values for one in steps])
         ds[name] = ((STEP, *last[name].dims), values, last[name].attrs)
     attrs = {name: value for name, value in last.attrs.items() if name not in WITHOUT}
