@@ -206,7 +206,6 @@ class Contents:
         heads: least and most heads of a layer that have a value; (0, 0) for maps of whole layers.
         tokens: of the longest sample.
         norms: exact norms. closed: of them, those found to the tolerance.
-        runs: how many runs were put together; 1 for one.
         made: extent of the whole run.
     """
 
@@ -217,7 +216,6 @@ class Contents:
     tokens: int
     norms: int
     closed: int
-    runs: int
     made: Extent
 
     @classmethod
@@ -233,7 +231,6 @@ class Contents:
             tokens=int(ds["length"].max()),
             norms=int(there.sum()),
             closed=int(closed(ds).sum()),
-            runs=len(origins(ds)),
             made=Extent(**ds.attrs["made"]),
         )
 

@@ -1,7 +1,5 @@
 """The commands: those that measure, and those that show bounds, models and stored runs."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil
@@ -10,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
@@ -20,10 +18,6 @@ from lipbound.errors import LipboundError, shown
 from lipbound.formatting import counted, hanging, outwards, plain, plain_data, small
 from lipbound.runs.config import RunConfig, check_folder_name
 from lipbound.schema import NORMS, Contents, is_diff, of_weights_alone
-
-if TYPE_CHECKING:
-    import xarray as xr
-
 
 TRIMMING = "distributed.nanny.pre-spawn-environ.MALLOC_TRIM_THRESHOLD_"
 """Setting of dask for what its workers' allocators do with freed memory.
@@ -64,7 +58,7 @@ def compare_command(*, scheduler: str | None = None, **options: Any) -> None:
     config = RunConfig(**options | in_python_terms(options))
     with cluster(scheduler) as client:
         ds = measured(replace(config, client=client))
-    show(ds)
+    show(ds, [])
     tell_saved(out)
 
 
@@ -82,7 +76,7 @@ def weights_command(model: str, *, out: Path | None = None) -> None:
     with loading():
         from lipbound.runs.compare import weight_norms
 
-    show(weight_norms(model, out=out))
+    show(weight_norms(model, out=out), [])
     tell_saved(out)
 
 
@@ -264,7 +258,7 @@ def cluster(scheduler: str | None) -> Iterator[Any]:
         yield client
 
 
-def measured(config: RunConfig) -> xr.Dataset:
+def measured(config: RunConfig) -> Any:
     """Compute a run."""
     with loading():
         from lipbound.runs.compare import run
@@ -529,7 +523,7 @@ def echo_folded(text: str) -> None:
         typer.echo(indent + line)
 
 
-def show(ds: xr.Dataset, told: list[str] | None = None) -> None:
+def show(ds: Any, told: list[str]) -> None:
     """Print a run's summary as a table, and the extent of its exact norms.
 
     ``told`` are notes that were printed before, and are not again; the table's are added to it.
@@ -538,9 +532,8 @@ def show(ds: xr.Dataset, told: list[str] | None = None) -> None:
     from lipbound.reporting.statistics import ends, quantity
 
     made = lb.tables.table_of(ds)
-    fresh = [note for note in made.notes if note not in (told or ())]
-    if told is not None:
-        told += fresh
+    fresh = [note for note in made.notes if note not in told]
+    told += fresh
     typer.echo(lb.tables.text_table(replace(made, notes=fresh), columns()))
     if of_weights_alone(ds):
         return

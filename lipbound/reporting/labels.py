@@ -274,9 +274,9 @@ def places(ds: xr.Dataset) -> str:
     "6 layers x 12 heads", "layers 0 to 2 of 6 counted from 0, heads 3 and 4 of 12 counted from 0".
     """
     there = schema.Contents.of(ds)
-    layers, whole = list(there.layers), len({*there.layers}) == there.made.model_layers
-    some = _some("layer", layers, there.made.model_layers)
-    text = counted(len(layers), "layer") if whole else some
+    layers, of = list(there.layers), there.made.model_layers
+    whole = len({*layers}) == of
+    text = counted(len(layers), "layer") if whole else _some("layer", layers, of)
     if "head" not in ds.dims:
         return text
     least, most = there.heads if there.norms else (ds.sizes["head"],) * 2
@@ -320,21 +320,6 @@ def widest(ds: xr.Dataset) -> float:
     return shown if not most > shown else float(f"{most * 1.05:.1e}")
 
 
-def reached(ds: xr.Dataset) -> str:
-    """Words on the exact norms not found to the tolerance: how many, enclosed how closely.
-
-    Empty where all were.
-    """
-    there = schema.Contents.of(ds)
-    if there.closed == there.norms:
-        return ""
-    wide, open_ = widest(ds), f"{there.norms - there.closed} of {there.norms}"
-    if not wide > float(ds.attrs["tol"]):
-        return open_
-    how = "some without a finite upper end" if np.isinf(wide) else f"enclosed to {small(wide)}"
-    return f"{open_}, {how}"
-
-
 def exact_words(ds: xr.Dataset) -> str:
     """Words on how surely the norms shown are known: method, width, probability.
 
@@ -361,9 +346,11 @@ def exact_words(ds: xr.Dataset) -> str:
             each = " a step" * (schema.STEP in ds.dims)
             found += f" with failure probability {small(run.delta)}{each}"
     if 0 < there.closed < there.norms:
-        found += f", except {reached(ds)}"
-    all_samples = there.exact_samples == there.samples
-    some = "" if all_samples else f" (on {there.exact_samples} of the samples)"
+        found += f", except {there.norms - there.closed} of {there.norms}"
+        if wide > run.tol:
+            within = f"enclosed to {small(wide)}"
+            found += f", {'some without a finite upper end' if np.isinf(wide) else within}"
+    some = f" (on {there.exact_samples} of the samples)" * (there.exact_samples < there.samples)
     if without := int(schema.automatic(ds).sum()):
         of = f"{without} of {len(there.layers)} layers"
         found += f"; {of} by automatic differentiation, rounding not enclosed"
@@ -409,7 +396,8 @@ def setting_words(ds: xr.Dataset) -> str:
     there = schema.Contents.of(ds)
     data = f"{data_name(ds)}, {samples_words(there)}"
     norm = "" if schema.norm_of(ds) == "frobenius" else f"; norm: {norm_words(ds)}"
-    together = f"; {there.runs} runs put together" if len(schema.origins(ds)) > 1 else ""
+    runs = len(schema.origins(ds))
+    together = f"; {runs} runs put together" * (runs > 1)
     what = f"map: {ds.attrs['map_description']}{norm}; data: {data}{together}"
     return f"{places(ds)}; {what}; {exact_words(ds)}{state}"
 
@@ -417,7 +405,6 @@ def setting_words(ds: xr.Dataset) -> str:
 def facts(ds: xr.Dataset) -> dict[str, Any]:
     """Contents and settings of a run, by names in words; None where there is nothing to say."""
     there, exact = schema.Contents.of(ds), ds["exact"]
-    broken = {name: one for name, one in audit(ds).items() if one["violations"]}
     said = dict.fromkeys(RECORDED) | {name: ds.attrs[name] for name in RECORDED if name in ds.attrs}
     found = {
         "called": model_name(ds),
@@ -436,7 +423,7 @@ def facts(ds: xr.Dataset) -> dict[str, Any]:
         "exact from": float(exact.min()),
         "exact to": float(exact.max()),
         "not converged": there.norms - there.closed,
-        "below exact": {name: one["violations"] for name, one in broken.items()},
+        "below exact": {n: one["violations"] for n, one in audit(ds).items() if one["violations"]},
         "left out": list(ds.attrs.get("not_applicable", {})),
         "state": state_words(ds),
     }
@@ -562,13 +549,12 @@ def diff_facts(ds: xr.Dataset) -> dict[str, Any]:
     """Contents of a diff, by names in words, for `lipbound info`."""
     (a, b), whole = both_runs(ds), statistics.spread_of(ratio_run(ds), "exact")
     ends = statistics.SPANS | {"b / a": ("min", "max")}
-    alike = setting_words(a) == setting_words(b)
     return {
         "kind": "diff of two runs",
         "a": checkpoint_words(a),
         "b": checkpoint_words(b),
         "measured": setting_words(a),
-        "measured in b": "alike" if alike else setting_words(b),
+        "measured in b": "alike" if setting_words(a) == setting_words(b) else setting_words(b),
         "b / a": whole["geomean"],
         **{f"{of} from": whole[least] for of, (least, _) in ends.items()},
         **{f"{of} to": whole[most] for of, (_, most) in ends.items()},

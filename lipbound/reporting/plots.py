@@ -143,9 +143,8 @@ def scales(ds: xr.Dataset, grids: Grids, how: str, limits: Limits = None) -> lis
     others = [name for name in grids if name in extras(ds)]
     names = [name for name in grids if name not in others]
     ends = None if names else limits
-    own = [
-        scale_of([one], grids, f"log10 of the {texts.extra_title(ds, one)}", ends) for one in others
-    ]
+    said = {one: f"log10 of the {texts.extra_title(ds, one)}" for one in others}
+    own = [scale_of([one], grids, said[one], ends) for one in others]
     words = QUANTITY if "exact" in grids else RATIO
     if how == "panel" or not names:
         return [*(scale_of([name], grids, words, limits) for name in names), *own]
@@ -315,8 +314,7 @@ def figure_of(panels: Panels, path: str | Path | None, paper: Paper) -> Figure:
     shrink, words = font_size is None and style is None, panels.caption if captioned else ""
     layout = arrange(panels, inches, points, columns, shrink, words)
     with matplotlib.rc_context(settings | {"font.size": layout.points}):
-        pad = 0.4 * layout.line
-        engine = ConstrainedLayoutEngine(h_pad=pad, w_pad=pad)
+        engine = ConstrainedLayoutEngine(h_pad=0.4 * layout.line, w_pad=0.4 * layout.line)
         figure = styles.Drawing(figsize=(inches, layout.tall), layout=engine)
         places = figure.subplots(sum(layout.rows), layout.across, squeeze=False)
         blocks = np.split(places, np.cumsum(layout.rows)[:-1])
@@ -369,8 +367,8 @@ def _draw_section(panels: Panels, layout: Layout, bars: list[Scale], block: np.n
 
 def image(axes: Axes, grid: np.ndarray, scale: Scale) -> AxesImage:
     """Logarithms as colours; infinite ones beyond the scale, missing ones grey."""
-    colors = matplotlib.colormaps[scale.colors]
     values = np.ma.masked_invalid(np.where(np.isposinf(grid), 1e300, grid))
+    colors = matplotlib.colormaps[scale.colors]
     colormap = colors.with_extremes(over=ABOVE, bad=MISSING, under=BELOW)
     return axes.imshow(values, cmap=colormap, norm=Normalize(scale.low, scale.top), aspect="auto")
 
@@ -458,11 +456,10 @@ def _of_diff(ds: xr.Dataset, reduce: How, labels: Mapping[str, str] | None) -> P
     most = max(map(abs, statistics.ends(grid[np.isfinite(grid)])), default=0.0)
     most = max(most, 1e-3) if np.isfinite(most) else 1.0
     undecided = np.zeros(grid.shape, dtype=bool)
-    samples = statistics.samples_with_values(ds["ratio"])
     if across(ds) == "head":
         lower, upper = statistics.sample_span(ds["ratio"].transpose("sample", "layer", "head"), how)
         undecided = ((lower <= 1) & (upper >= 1)).values
-    spread = statistics.spread_title(samples, how)
+    spread = statistics.spread_title(statistics.samples_with_values(ds["ratio"]), how)
     dots = f" Dots: the {spread} of the cell contains 1." * bool(undecided.any())
     notes = "".join(f" {note[:1].upper()}{note[1:]}." for note in diff_notes(ds, labels))
     words = plain(
@@ -598,9 +595,7 @@ def heatmap(
         given, how = texts.relabelled(run_of(given), labels), _reduction(reduce, over)
         known = statistics.compared(given) if over else [*statistics.panels(given), *extras(given)]
         wanted = name if over or name not in EXTRAS else _extra(given, name)
-        if wanted not in known:
-            near = errors.nearest(name, known)
-            raise UnknownNameError(f"the run has no {name!r} to draw; {near}")
+        choice("panel of the run", wanted, known)
         grids = log10(given, [wanted], how, over)
         (bar,) = scales(given, grids, "panel", limits)
         words, label = RATIO if over else "log10", label_of(given, wanted)

@@ -51,20 +51,17 @@ def reduce_samples(values: V, how: str | float, dims: Sequence[str] = ("sample",
     holes = bool(values.isnull().any())  # to look for them takes numpy many times as long
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore", RuntimeWarning)  # of places without any value
-        reduced: Any
         if how == "geomean":
             logs: Any = xr.apply_ufunc(np.log, values)
-            reduced = xr.apply_ufunc(np.exp, logs.mean(dims, skipna=True))
-            reduced = reduced.where(~(values < 0).any(dims))  # which have no geometric mean
-        elif isinstance(how, str):
-            reduced = getattr(values, how)(dims, skipna=holes)
-        else:
-            # infinite values are ordered like any others, but cannot be interpolated
-            top = np.finfo(np.float64).max / 4
-            reduced = np.minimum(values, top)
-            reduced = reduced.quantile(how, dims, skipna=holes)
-            reduced = reduced.where(~(reduced > top * 1e-6), np.inf)
-    return reduced
+            reduced: Any = xr.apply_ufunc(np.exp, logs.mean(dims, skipna=True))
+            return reduced.where(~(values < 0).any(dims))  # which have no geometric mean
+        if isinstance(how, str):
+            return getattr(values, how)(dims, skipna=holes)
+        # infinite values are ordered like any others, but cannot be interpolated
+        top = np.finfo(np.float64).max / 4
+        finite: Any = np.minimum(values, top)
+        reduced = finite.quantile(how, dims, skipna=holes)
+        return reduced.where(~(reduced > top * 1e-6), np.inf)
 
 
 def interval(
@@ -372,9 +369,8 @@ def shared_scale(grids: dict[str, np.ndarray]) -> tuple[float, float]:
     Args:
         grids: log10 of the values of each panel, by name.
     """
-    there = {name: grid for name, grid in grids.items() if np.isfinite(grid).any()}
-    known = {name: np.where(np.isneginf(grid), np.nan, grid) for name, grid in there.items()}
-    medians = {name: float(np.nanmedian(grid)) for name, grid in known.items()}
+    known = {name: np.where(np.isneginf(grid), np.nan, grid) for name, grid in grids.items()}
+    medians = {n: float(np.nanmedian(v)) for n, v in known.items() if np.isfinite(v).any()}
     kept = _together(medians, min(medians.values(), default=0.0), OFF_SCALE)
     finite = [grids[name][np.isfinite(grids[name])] for name in kept]
     return ends(np.concatenate(finite or [np.zeros(1)]))
@@ -392,8 +388,7 @@ def shared_axis(ratios: dict[str, np.ndarray]) -> tuple[list[str], tuple[float, 
         Names in their order, and the ends, one among them. Single values far beyond the medians of
         all do not stretch it.
     """
-    there = {name: values[np.isfinite(values) & (values > 0)] for name, values in ratios.items()}
-    known = {name: np.log10(values) for name, values in there.items()}
+    known = {name: np.log10(v[np.isfinite(v) & (v > 0)]) for name, v in ratios.items()}
     medians = {name: float(np.median(values)) for name, values in known.items() if values.size}
     near = {name: median for name, median in medians.items() if abs(median) <= FARTHEST}
     kept = _together(near, 0.0, APART)

@@ -316,8 +316,7 @@ def plan(
             attention cannot be captured.
     """
     samples = sources.inputs.samples
-    first = sources.inputs.block(0, 1, sources.device)
-    layers = measure.layers_at(sources.capturer, first, config)
+    layers = measure.layers_at(sources.capturer, sources.inputs.block(0, 1, sources.device), config)
     if (sample := most_padded(sources.inputs.batch)) is not None:
         sources.capturer.examine(sources.inputs.block(sample, sample + 1, sources.device))
     if any(i < 0 for i in config.chosen_layers or ()):
@@ -548,9 +547,8 @@ def weight_norms(model: AnyModel, *, out: str | Path | None = None) -> xr.Datase
     planned = Plan(config, layers, 1, 1, 1, {}, len(layers))
     info = run_info(config, sources, planned)
     made = replace(info.made, exact_samples=0)
-    words = "weights of heads alone"
-    ds, _ = dataset(planned, found)
-    ds = sealed(ds, replace(info, made=made, exact_samples=0, map_description=words))
+    info = replace(info, made=made, exact_samples=0, map_description="weights of heads alone")
+    ds = sealed(dataset(planned, found)[0], info)
     if config.target is not None:
         store.save(ds, config.target)
     return ds

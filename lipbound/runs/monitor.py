@@ -162,7 +162,6 @@ class Monitor:
             errors.choice("threshold of", name, self._logged)
             self._thresholds[name] = errors.real("threshold", limit, "a finite number")
         self._slices: list[xr.Dataset] = []
-        self._info: RunInfo | None = None
         self._target = None if _other_process() else config.target  # one process writes
         if self._target is not None:
             self._stored(self._target)
@@ -219,7 +218,6 @@ class Monitor:
         asked = compare.deciding(info.attributes(), info.made.layers) | {"model": None}
         same_configuration(target, compare.deciding_of(past) | {"model": None}, asked)
         self._slices = [past.isel({STEP: i}) for i in range(past.sizes[STEP])]
-        self._info = RunInfo.of(past)
 
     @property
     def run(self) -> xr.Dataset:
@@ -228,10 +226,14 @@ class Monitor:
         Raises:
             LipboundError: nothing was measured.
         """
-        norms = [one for one in self._slices if CHECKSUM in one.variables]
-        if not norms:
+        if not self._norms:
             raise LipboundError("nothing was measured yet; call step at a step that is due")
-        return stacked([as_run(one, norms[-1]) for one in self._slices])
+        return stacked([as_run(one, self._norms[-1]) for one in self._slices])
+
+    @property
+    def _norms(self) -> list[xr.Dataset]:
+        """Steps that are whole runs, rather than extras alone."""
+        return [one for one in self._slices if CHECKSUM in one.variables]
 
     def attach(self, trainer: Any) -> Self:
         """Measure at the steps of a Trainer, and log to what it logs to.
@@ -306,11 +308,9 @@ class Monitor:
             kind = "" if isinstance(error, LipboundError) else f"{type(error).__name__}: "
             tell(f"step {step} of the training was not measured or kept: {kind}{error}")
             return None
-        if self._logs:
-            there = [name for name in self._logged if name in ds]
-            said = logged_numbers(ds, there, per_head=self._per_head)
-            for log in self._logs:
-                log(said, step)
+        said = logged_numbers(ds, filter(ds.__contains__, self._logged), per_head=self._per_head)
+        for log in self._logs:
+            log(said, step)
         self._alarm(ds, step)
         return ds
 
@@ -359,8 +359,7 @@ class Monitor:
         capturer, planned = self._sources.capturer, self._plan
         capturer.model = in_dtype(self._model)[0]  # a copy, of one in half precision
         capturer.release()
-        device = str(next(self._model.parameters()).device)
-        sources = self._sources._replace(device=device)
+        sources = self._sources._replace(device=str(next(self._model.parameters()).device))
         spec = planned.spec
         if spec.norm == "frobenius":  # nothing is random in the others
             spec = replace(spec, seed=seed_of(spec.seed, STEP, step))
@@ -373,10 +372,10 @@ class Monitor:
         ds, error = compare.dataset(planned, results)
         self._fill(ds)
         info = compare.run_info(self._config, sources, planned, error)
-        if (first := self._info) is not None:
+        if before := self._norms:
+            first = RunInfo.of(before[-1])
             notes = list(dict.fromkeys([*first.notes, *info.notes]))
             info = replace(first, capture_error=max(error, first.capture_error), notes=notes)
-        self._info = info
         return sealed(ds.assign_coords({STEP: step}), info)
 
     def _keep(self, ds: xr.Dataset, step: int) -> None:
@@ -419,9 +418,8 @@ def stacked(steps: Sequence[xr.Dataset]) -> xr.Dataset:
             are those of the last.
     """
     last = steps[-1]
-    along = [name for name, one in last.variables.items() if one.dims[:2] == AXES[:2]]
     ds = last.assign_coords({STEP: [int(one[STEP]) for one in steps]})
-    for name in along:
+    for name in [name for name, one in last.variables.items() if one.dims[:2] == AXES[:2]]:
         values = np.stack([one[name].values for one in steps])
         ds[name] = ((STEP, *last[name].dims), values, last[name].attrs)
     attrs = {name: value for name, value in last.attrs.items() if name not in WITHOUT}

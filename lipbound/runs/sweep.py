@@ -138,8 +138,7 @@ def rows(
             how: Any = {"out": store, "resume": True, "client": client, "progress": progress}
             config = RunConfig(**arguments, **how)
             status = "kept" if store.exists() else "done"
-            row |= index_numbers(run(config))
-            row["status"] = status
+            row |= index_numbers(run(config)) | {"status": status}
         except Exception as error:  # whatever it is, the other runs must go on
             kind = "" if isinstance(error, LipboundError) else f"{type(error).__name__}: "
             row["error"] = f"{kind}{error}"

@@ -107,8 +107,7 @@ def measure_again(rerun: Replay, s: int, i: int, *, closed: bool = True) -> Arra
     """
     ds, made = rerun.run, schema.Extent(**rerun.run.attrs["made"])
     names = rerun.config.names if closed else []
-    shape = (len(made.layers), made.heads or 1)
-    spec = rerun.config.of_places(names, made.exact_samples, shape)
+    spec = rerun.config.of_places(names, made.exact_samples, (len(made.layers), made.heads or 1))
     statistics = closed and schema.STATISTICS[0] in ds.variables
     one = replace(spec, layers=[int(ds["layer"][i])])
     capturer = capturer_of(rerun.checkpoint.model, one, closed=closed)
@@ -357,8 +356,7 @@ def _compared(rerun: Replay, s: int, i: int) -> Iterator[Comparison]:
         off = old != now if flags else ~(gap <= _tolerance(rerun, new, name, now))
         for h in map(int, np.flatnonzero(there)):
             then, found = (str(bool(x)) if flags else f"{x:.8g}" for x in (old[h], now[h]))
-            place = _place(ds, s, i, h)
-            yield Comparison(name, place, then, found, float(gap[h]), bool(off[h]))
+            yield Comparison(name, _place(ds, s, i, h), then, found, float(gap[h]), bool(off[h]))
 
 
 def _through_module(rerun: Replay, s: int, i: int) -> Iterator[Comparison]:
@@ -375,8 +373,7 @@ def _through_module(rerun: Replay, s: int, i: int) -> Iterator[Comparison]:
             gaps = ((a - b) / max(b, 1e-300) for a, b in ((low, its_high), (its_low, high)))
             gap = float(np.max([0.0, *gaps]))
             then, now = f"{low:.8g} to {high:.8g}", f"{its_low:.8g} to {its_high:.8g}"
-            where = _place(ds, s, i, h)
-            yield Comparison(AUTOMATICALLY, where, then, now, gap, not gap <= allowed)
+            yield Comparison(AUTOMATICALLY, _place(ds, s, i, h), then, now, gap, not gap <= allowed)
 
 
 def _tolerance(rerun: Replay, new: Arrays, name: str, now: np.ndarray) -> np.ndarray:

@@ -41,10 +41,10 @@ OF_RUN: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (plots.heatmaps, {"limits": (1, 0)}, BAD, "limits is (1, 0); give log10 of both ends"),
     (plots.heatmaps, {"path": "x.docx"} | YUDIN, BAD, "no file type that can be drawn"),
     (plots.heatmaps, {"path": "setup.cfg/x.png"} | YUDIN, StoreError, "cannot be written"),
-    (plots.heatmap, {"name": "yudn"}, UNKNOWN, "the run has no 'yudn' to draw; did you mean"),
+    (plots.heatmap, {"name": "yudn"}, UNKNOWN, "unknown panel of the run 'yudn'; did you mean"),
     (plots.heatmap, {"name": "frobenius"}, UNKNOWN, "has no 'frobenius'; compare the model with"),
     (plots.heatmap, {"name": "lipbound", "over": "yudin"}, UNKNOWN, "unknown over 'yudin'"),
-    (plots.heatmap, {"over": "exact"}, UNKNOWN, "the run has no 'exact' to draw"),
+    (plots.heatmap, {"over": "exact"}, UNKNOWN, "unknown panel of the run 'exact'"),
     (plots.heatmap, {"colorbar": "no"}, BAD, "colorbar is 'no'"),
     *(
         (draw, {"ax": Figure()}, BAD, "ax is of type Figure; give one matplotlib Axes")

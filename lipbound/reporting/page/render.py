@@ -129,7 +129,9 @@ def report(
         LipboundError: no run, an unknown reduction, no such sample or device, a file that cannot be
             written.
     """
-    _check_needed()
+    if missing := [name for name in ("latex2mathml", "plotly") if find_spec(name) is None]:
+        them = " and ".join(missing)
+        raise LipboundError(f"a report needs {them}; pip install 'lipbound[report]'")
     given: Any = runs
     single = isinstance(runs, xr.Dataset | str | Path) or not isinstance(runs, Iterable)
     if not (several := [given] if single else list(given)):
@@ -153,7 +155,8 @@ def report(
         else:
             ds = store.run_of(ds)
             named.append((ds, model_name(ds) if isinstance(run, xr.Dataset) else Path(run).stem))
-    for run, title in named:
+    titles = told_apart(plain(title) for _, title in named)
+    for (run, _), title in zip(named, titles, strict=True):
         known = {*run.variables, "model", "data"} if len(named) > 1 else wanted
         ds = relabelled(store.run_of(run), {name: wanted[name] for name in wanted if name in known})
         if not 0 <= sample < ds.sizes["sample"]:
@@ -162,20 +165,11 @@ def report(
         found = details_or_reason(ds, sample, model, data, device) if details else LEFT_OUT
         attention += b"".join(one.attention.tobytes() for one in found[0] or [] if one)
         pages.append(contents(ds, title, reduce, sample, found))
-    for one, title in zip(pages, told_apart(one["title"] for one in pages), strict=True):
-        one["title"] = title
     text = _page(pages, attention, diffs)
     with replacing(target) as (page,):
         page.write_text(text, encoding="utf-8")
     bare = [one for one in pages if details and one["details"] is None]
     return [plain(f"{one['title']}: no details of single heads: {one['reason']}") for one in bare]
-
-
-def _check_needed() -> None:
-    """Refuse to begin without the packages of the extra ``report``."""
-    if missing := [name for name in ("latex2mathml", "plotly") if find_spec(name) is None]:
-        them = " and ".join(missing)
-        raise LipboundError(f"a report needs {them}; pip install 'lipbound[report]'")
 
 
 def _diff(ds: xr.Dataset) -> dict[str, str]:
