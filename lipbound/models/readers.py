@@ -34,11 +34,8 @@ DEFAULT_TEXT = BUILTIN / "text.txt"
 """The text that comes with lipbound."""
 PHOTOGRAPHS = BUILTIN / "photographs"
 """Folder of the default images, reduced from those of scikit-image (benchmarks/photographs.py)."""
-TABLES = {
-    ".parquet": "parquet",
-    **dict.fromkeys((".csv", ".tsv"), "csv"),
-    **dict.fromkeys((".json", ".jsonl", ".ndjson"), "json"),
-}
+_LOADERS = {"parquet": ".parquet", "csv": ".csv .tsv", "json": ".json .jsonl .ndjson"}
+TABLES = {end: loader for loader, ends in _LOADERS.items() for end in ends.split()}
 """Endings of tables, and the loader of `datasets` that reads them."""
 IMAGE_FILES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 """Endings of images."""
