@@ -6,6 +6,7 @@ attention makes. A sample also runs without its padding, and its head outputs ar
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -236,13 +237,14 @@ def _mixes(run: ModuleRun, calls: Collection[Call]) -> bool:
         return follower.seen, (own if end is None else end)[~moved]
 
     heads = [call.raw for call in calls if any(run is one for one, _ in call.around)]
-    if len(heads) < run.inside:  # some were put together
-        heads = passed(x)[0]
-    after = passed(x.flip(-1).where(moved[..., None], x), heads)[1]
-    if relative_error(after, own[~moved]) <= SAME:
-        return False
-    # what was returned may have been changed in its place
-    return relative_error(after, passed(x, heads)[1]) > SAME
+    with suppress(Exception):  # a layer that does not run by itself tells nothing
+        if len(heads) < run.inside:  # some were put together
+            heads = passed(x)[0]
+        after = passed(x.flip(-1).where(moved[..., None], x), heads)[1]
+        if relative_error(after, own[~moved]) > SAME:
+            # what was returned may have been changed in its place
+            return relative_error(after, passed(x, heads)[1]) > SAME
+    return False
 
 
 def about_positions(inputs: Mapping[str, Any]) -> list[str]:
