@@ -194,7 +194,7 @@ class _Held(Follower):
 
     def __init__(self, again: Iterable[Tensor] = ()):
         super().__init__()
-        self.seen, self._again = list[Tensor](), iter(again)
+        self.seen, self._again = list[Tensor](), map(Tensor.clone, again)
 
     def computed(self, heads: Heads) -> Tensor | None:
         self.seen.append(heads.raw)
