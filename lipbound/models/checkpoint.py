@@ -38,20 +38,9 @@ AnyModel = str | Path | nn.Module | Sequence[Attention | ModuleAttention]
 MASK, POSITION_IDS = "attention_mask", "position_ids"
 MODALITIES = {"input_ids": "text", "pixel_values": "image"}
 """Kinds of data, by the name of a model's main input."""
-COMPANIONS = {
-    "tokenizer": (
-        AutoTokenizer,
-        "tokenizer.json tokenizer* vocab* merges.txt *.model *.tiktoken *.vocab tekken.json",
-        "token numbers, or name another tokenizer with tokenizer=",
-    ),
-    "image processor": (
-        AutoImageProcessor,
-        "preprocessor_config.json processor_config.json",
-        "a dict of ready inputs, {'pixel_values': ...}, or name another processor with processor=",
-    ),
-}
-"""Tokenizers and processors, which make inputs of data: class, patterns of files, and what may be
-given instead."""
+OF_TOKENIZERS = "tokenizer.json tokenizer* vocab* merges.txt *.model *.tiktoken *.vocab tekken.json"
+OF_PROCESSORS = "preprocessor_config.json processor_config.json"
+"""Patterns of the files of tokenizers and image processors, the usual one first."""
 END_TOKENS = ("eos_token_id", "bos_token_id", "sep_token_id", "cls_token_id")
 """Tokens that may begin or end a text."""
 ONLY_FOR = {
@@ -192,7 +181,8 @@ class Checkpoint:
         Returns:
             A tokenizer of transformers; CheckpointError is raised where there is none.
         """
-        return self._companion("tokenizer", self.tokenizer_from)
+        instead = "token numbers, or name another tokenizer with tokenizer="
+        return self._companion(AutoTokenizer, OF_TOKENIZERS, self.tokenizer_from, instead)
 
     def image_processor(self) -> Any:
         """Load the checkpoint's image processor, or the one that was given for it.
@@ -200,11 +190,13 @@ class Checkpoint:
         Returns:
             A processor of transformers; CheckpointError is raised where there is none.
         """
-        return self._companion("image processor", self.processor_from)
+        ready = "a dict of ready inputs, {'pixel_values': ...}"
+        instead = f"{ready}, or name another processor with processor="
+        return self._companion(AutoImageProcessor, OF_PROCESSORS, self.processor_from, instead)
 
-    def _companion(self, what: str, given: str | None) -> Any:
-        loader, files, instead = COMPANIONS[what]
-        file = self.gguf_file if what == "tokenizer" and not given else None
+    def _companion(self, loader: Any, files: str, given: str | None, instead: str) -> Any:
+        what = "tokenizer" if loader is AutoTokenizer else "image processor"
+        file = self.gguf_file if loader is AutoTokenizer and not given else None
         place, who = given or self.source, given or self.name
         advice = "a directory or a hub id that has one" if given else f"data as {instead}"
         if place is None:

@@ -34,11 +34,8 @@ DEFAULT_TEXT = BUILTIN / "text.txt"
 """The text that comes with lipbound."""
 PHOTOGRAPHS = BUILTIN / "photographs"
 """Folder of the default images, reduced from those of scikit-image (benchmarks/photographs.py)."""
-TABLES = {
-    ".parquet": "parquet",
-    **dict.fromkeys((".csv", ".tsv"), "csv"),
-    **dict.fromkeys((".json", ".jsonl", ".ndjson"), "json"),
-}
+_LOADERS = {"parquet": ".parquet", "csv": ".csv .tsv", "json": ".json .jsonl .ndjson"}
+TABLES = {end: loader for loader, ends in _LOADERS.items() for end in ends.split()}
 """Endings of tables, and the loader of `datasets` that reads them."""
 IMAGE_FILES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 """Endings of images."""
@@ -200,15 +197,16 @@ class DataItems:
                 yield self.made(row)
                 done += 1
 
-    def take(self, selection: Selection, many: str) -> tuple[list[Any], list[str]]:
+    def take(self, selection: Selection, many: str, what: str) -> tuple[list[Any], list[str]]:
         """Return the items that are wanted, and a note on blank ones.
 
         Args:
             selection: how many, and in which order.
             many: several items, in messages.
+            what: they are.
 
         Raises:
-            InputsError: items of a stream are to be shuffled.
+            InputsError: there are none, or items of a stream are to be shuffled.
         """
         count, chosen = selection.samples, self
         if selection.shuffle is not None:
@@ -225,6 +223,8 @@ class DataItems:
                 taken.append(item)
             if len(taken) == count:
                 break
+        if not taken:
+            raise InputsError(f"{self.description} has no {what} in it")
         notes = [f"blank {many} of {self.description} were passed over: {blank}"] if blank else []
         return taken, notes
 
@@ -432,9 +432,7 @@ class TextReader(Reader):
         """
         limit, most, name = checkpoint.positions, selection.max_length, checkpoint.name
         found = self.items(checkpoint, data, selection)
-        texts, notes = found.take(selection, self.many)
-        if not texts:
-            raise InputsError(f"{found.description} has no text in it")
+        texts, notes = found.take(selection, self.many, self.takes)
         description = selection.described(found.description)
         if limit is not None and most == DEFAULT_LENGTH > limit:
             most = limit
@@ -607,10 +605,8 @@ class ImageReader(Reader):
             InputsError: there are no images, or the processor does not take them.
         """
         found = self.items(checkpoint, data, selection)
-        items, notes = found.take(selection, self.many)
+        items, notes = found.take(selection, self.many, self.takes)
         where, told = found.description, Counter[str]()
-        if not items:
-            raise InputsError(f"{where} has no images in it")
         images = []
         for k, item in enumerate(items):
             path = isinstance(item, Path)

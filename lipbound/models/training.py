@@ -46,8 +46,6 @@ COUNTS = ("num_attention_heads", "num_heads", "n_heads")
 """Names under which a module keeps its number of heads."""
 QUERIES = 64
 """Queries whose scores are computed at a time: these stay in a processor's cache."""
-BIASES = ("b_q", "b_k", "b_v")
-"""Names of biases in `Attention`."""
 
 
 class Probabilities(list[Tensor]):
@@ -461,8 +459,8 @@ def _layer(call: Call, found: ModuleProjections | None) -> Attention | None:
     def each_head(t: Tensor) -> Tensor:
         return t.to(home, dtype).repeat_interleave(call.q.shape[1] // len(t), 0)
 
-    biases = zip(BIASES, found.b, strict=True)
-    given: dict[str, Any] = {name: each_head(b) for name, b in biases if b is not None}
+    biases = zip("qkv", found.b, strict=True)
+    given: dict[str, Any] = {f"b_{side}": each_head(b) for side, b in biases if b is not None}
     given |= {} if mask is None else {"mask": mask.to(home, dtype)}
     given |= {} if valid is None else {"valid": valid.to(home)}
     att = Attention(x.to(home, dtype), *map(each_head, found.w), scale=call.scale, **given)

@@ -432,9 +432,9 @@ class WeightOffloader:
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Bring the parameters in before a forward pass; registered as a hook."""
-        self.hold(module, table=self.device.type == "cpu" and _looks_up(module))
+        table = self.device.type == "cpu" and _looks_up(module)
         for _, part, keeper in _read_by(module):
-            keeper.hold(part)
+            keeper.hold(part, table)
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Return looked-up rows in the model's dtype, and drop the parameters after a pass."""
@@ -442,7 +442,6 @@ class WeightOffloader:
         rows = _cast(output, self.away["weight"].dtype) if looked_up else None
         for _, part, keeper in _read_by(module):
             keeper.release(part)
-        self.release(module)
         return rows
 
 
@@ -574,9 +573,9 @@ def _looks_up(module: nn.Module) -> bool:
 
 
 def _read_by(module: nn.Module) -> list[tuple[str, nn.Module, WeightOffloader]]:
-    """Return the submodules whose parameters a module reads without calling them."""
-    parts = _kept(module) if isinstance(module, nn.MultiheadAttention) else []
-    return [kept for kept in parts if kept[1] is not module]
+    """Return the parts whose parameters a module reads: its own, or some that it never calls."""
+    also = isinstance(module, nn.MultiheadAttention)
+    return [kept for kept in _kept(module) if also or kept[1] is module]
 
 
 def load_offloaded(

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from support.modules import QKV, check, joined, norms, sdpa
+from support.modules import QKV, check, joined, norms, sdpa, split
 from torch import Tensor, nn
 
 import lipbound as lb
@@ -248,3 +248,22 @@ def test_the_ways_that_a_refusal_names_are_there():
     whole = operator_norm(AutogradJacobian(model.heads, x), tol=1e-9).lower[0]
     both = torch.linalg.matrix_norm(exact.flatten(0, 1), 2)
     torch.testing.assert_close(whole, both, rtol=1e-7, atol=0)
+
+
+class InPlace(OwnAttention):
+    """What is added to the outputs of heads, in their place, is not handed on to the record."""
+
+    def __init__(self):
+        super().__init__(softmax)
+        self.convolution = Convolution()
+
+    def forward(self, x):
+        q, k, v = self.qkv(x)
+        out = (q @ k.mT / 8**0.5).softmax(-1) @ v
+        out += split(self.convolution(joined(v)), 2)
+        return self.o(joined(out))
+
+
+def test_outputs_of_heads_that_are_changed_in_their_place_stay_as_they_were_recorded():
+    count, notes = said(Model(InPlace, InPlace))
+    assert (count, sum("also mix tokens by other means" in one for one in notes)) == (2, 1)

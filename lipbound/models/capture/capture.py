@@ -132,7 +132,7 @@ class Capturer:
         seen = partial(interface.implementation, self.model, self._name)
         with seen():
             calls, around, notes = recording.record(self.model, inputs, wanted=[*wanted])
-            notes += verification.about_mixing(calls) if self.count is None else []
+            notes += [] if self._verified else verification.about_mixing(calls)
             if (home := measuring_device(calls[0].q.device)) != calls[0].q.device:
                 there = partial(moved, device=home, copies={})
                 calls, around = tree_map(there, (calls, around))

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from lipbound.attention.variants.qk_norm import QKNorm
 from lipbound.attention.variants.rotary import Rotation, turned
-from lipbound.errors import CaptureError, DifferentPositionsError
+from lipbound.errors import DifferentPositionsError
 from lipbound.models.capture import rerun
 from lipbound.models.capture.seeing.follower import BY_HAND
 from lipbound.models.capture.seeing.recording import HIDDEN, Call
@@ -208,10 +208,7 @@ class ProbedLayer(rerun.ModuleCopy):
             fits = fits and (turns.rotation is None or turns.rotation.tokens == n)
             if fits and misses(turns.rotation, turns.order, y, z) <= ROTATION_TOLERANCE:
                 return turns._replace(positions=given)
-        try:
-            return Turns(given, *find_rotation(y, z))
-        except CaptureError:
-            return None
+        return find_rotation(given, y, z)
 
 
 def _unturned(positions: Any) -> Any:
@@ -497,27 +494,26 @@ def _pattern(width: int) -> Tensor:
     return vector
 
 
-def find_rotation(before: Tensor, after: Tensor) -> tuple[Rotation | None, Tensor]:
+def find_rotation(positions: Any, before: Tensor, after: Tensor) -> Turns | None:
     """Return the rotation of each token that takes vectors to others, and its coordinates' order.
 
     Args:
+        positions: as of `Turns`.
         before: (vectors, N, d), float64, at least d vectors in general position.
         after: (vectors, N, d), float64.
 
     Returns:
         The rotation (None if nothing is turned) of vectors whose coordinates are put in the order
-        returned, (d,): first those of each pair, then their partners, then the rest.
-
-    Raises:
-        CaptureError: the vectors are not taken to each other by a linear map for each token, or not
-            by a rotation of pairs of coordinates.
+        returned, (d,): first those of each pair, then their partners, then the rest. None where the
+        vectors are not taken to each other by a linear map for each token, or not by a rotation of
+        pairs of coordinates.
     """
     y, z = before.transpose(0, 1), after.transpose(0, 1)  # (N, vectors, d)
     # the default driver rounds as its workspace happens to lie in memory
     driver = "gelsd" if y.device.type == "cpu" else "gels"
     maps = torch.linalg.lstsq(y, z, driver=driver).solution.mT  # z = R y
     if not (misfit := rerun.relative_error(y @ maps.mT, z)) <= ROTATION_TOLERANCE:
-        raise CaptureError("positions act on queries and keys otherwise than by rotations")
+        return None
     d = maps.shape[-1]
     diagonal = maps.diagonal(dim1=-2, dim2=-1)  # (N, d)
     others = (maps - torch.diag_embed(diagonal)).abs().amax(0)
@@ -537,9 +533,7 @@ def find_rotation(before: Tensor, after: Tensor) -> tuple[Rotation | None, Tenso
     if fits and first:
         rotation = Rotation(maps[:, first, first].contiguous(), maps[:, second, first].contiguous())
         fits = misses(rotation, order, before, after) <= 10 * ROTATION_TOLERANCE
-    if not fits:
-        raise CaptureError("positions act on queries and keys otherwise than by rotating pairs")
-    return rotation, order
+    return Turns(positions, rotation, order) if fits else None
 
 
 def misses(rotation: Rotation | None, order: Tensor, before: Tensor, after: Tensor) -> float:

@@ -6,6 +6,7 @@ attention makes. A sample also runs without its padding, and its head outputs ar
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -193,14 +194,14 @@ class _Held(Follower):
 
     def __init__(self, again: Iterable[Tensor] = ()):
         super().__init__()
-        self.seen, self._again = list[Tensor](), iter(again)
+        self.seen, self._again = list[Tensor](), map(Tensor.clone, again)
 
     def computed(self, heads: Heads) -> Tensor | None:
         self.seen.append(heads.raw)
         return next(self._again, None)
 
 
-def about_mixing(calls: Iterable[Call]) -> list[str]:
+def about_mixing(calls: Collection[Call]) -> list[str]:
     """Return sentences on layers in which tokens reach others otherwise than by attention.
 
     Of layers made of the same modules the first runs again, with the same outputs of heads.
@@ -215,11 +216,11 @@ def about_mixing(calls: Iterable[Call]) -> list[str]:
         if run is not None and call.q.shape[-2] in getattr(run.given, "shape", ())[:2]:
             first.setdefault((run.inside, *map(type, run.module.modules())), run)
     means = "also mix tokens by other means than the attention that is seen, which are left out"
-    mixing = {type(run.module).__name__: run.name for run in first.values() if _mixes(run)}
+    mixing = {type(run.module).__name__: run.name for run in first.values() if _mixes(run, calls)}
     return [f"layers such as {name} ({kind}) {means}" for kind, name in mixing.items()]
 
 
-def _mixes(run: ModuleRun) -> bool:
+def _mixes(run: ModuleRun, calls: Collection[Call]) -> bool:
     """Return whether half of the tokens move outputs of the others where those of heads stay."""
     x, own = run.given, run.returned
     if own is None or own.shape != x.shape or x.ndim != 3:
@@ -227,15 +228,23 @@ def _mixes(run: ModuleRun) -> bool:
     generator = torch.Generator().manual_seed(5)
     places = torch.randperm(x[..., 0].numel(), generator=generator).view(x.shape[:2])
     moved = (places < places.numel() // 2).to(x.device)
-    seen, ends = list[Tensor](), list[Tensor]()
-    for tokens in (x, x.flip(-1).where(moved[..., None], x)):
+
+    def passed(tokens: Tensor, again: Iterable[Tensor] = ()) -> tuple[list[Tensor], Tensor]:
         args, kwargs = interface.copied_state((run.args, run.kwargs), {id(x): (x, tokens)})
-        follower = _Held(seen)
+        follower = _Held(again)
         with interface.unmoved(run.module), follower.following():
             end = recording.first_tensor(run.module(*args, **kwargs))
-        seen, ends = follower.seen, [*ends, own if end is None else end]
-    before, after = (end[~moved] for end in ends)
-    return relative_error(after, before) > SAME
+        return follower.seen, (own if end is None else end)[~moved]
+
+    heads = [call.raw for call in calls if any(run is one for one, _ in call.around)]
+    with suppress(Exception):  # a layer that does not run by itself tells nothing
+        if len(heads) < run.inside:  # some were put together
+            heads = passed(x)[0]
+        after = passed(x.flip(-1).where(moved[..., None], x), heads)[1]
+        if relative_error(after, own[~moved]) > SAME:
+            # what was returned may have been changed in its place
+            return relative_error(after, passed(x, heads)[1]) > SAME
+    return False
 
 
 def about_positions(inputs: Mapping[str, Any]) -> list[str]:

@@ -7,7 +7,6 @@ scores is probabilities; the product of probabilities with another tensor is the
 What happens to a tensor of one of these kinds element by element leaves its kind.
 """
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lipbound.models.capture.seeing.interface import SDPA, additive_mask, eager, handling
 from lipbound.models.other_libraries import temporarily
@@ -208,7 +208,7 @@ class Follower(TorchFunctionMode):
     def __init__(self, adds: bool = False):
         super().__init__()
         self.adds = adds
-        self._kinds: dict[int, tuple[weakref.ref[Tensor], Kind]] = {}
+        self._kinds = WeakIdKeyDictionary()
         self.is_paused, self._count = False, 0
 
     def asked(self, heads: Heads) -> None:
@@ -232,15 +232,11 @@ class Follower(TorchFunctionMode):
 
     def kind(self, value: object) -> Kind | None:
         """Return the kind of a tensor that is followed."""
-        reference, kind = self._kinds.get(id(value), (None, None))
-        return kind if reference is not None and reference() is value else None
+        return self._kinds.get(value) if isinstance(value, Tensor) else None
 
     def is_weight(self, t: Tensor) -> bool:
         """Return whether a tensor is a parameter, or made of parameters alone."""
         return isinstance(t, nn.Parameter) or isinstance(self.kind(t), Weights)
-
-    def _follow(self, tensor: Tensor, kind: Kind) -> None:
-        self._kinds[id(tensor)] = (weakref.ref(tensor), kind)
 
     def _interface(
         self, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, own: Any, **kw: Any
@@ -288,10 +284,10 @@ class Follower(TorchFunctionMode):
     def _seen(self, heads: Heads) -> Tensor:
         """Return outputs of heads, or what takes their place, and follow them."""
         self._count += 1
-        self._follow(heads.raw, heads)
+        self._kinds[heads.raw] = heads
         if (other := self.computed(heads)) is not None:
             heads.raw = other
-            self._follow(other, heads)
+            self._kinds[other] = heads
         return heads.raw
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -312,12 +308,12 @@ class Follower(TorchFunctionMode):
         out = func(*args, **kwargs)
         if func is Tensor.__setitem__ and kinds:
             if isinstance(kinds[-1], Heads):  # it may take several calls to fill it
-                self._follow(args[0], _together(kinds, args[0], at_least=1))
+                self._kinds[args[0]] = _together(kinds, args[0], at_least=1)
             elif self.kind(args[0]) is None:
-                self._follow(args[0], _mixed(kinds[0]))
+                self._kinds[args[0]] = _mixed(kinds[0])
         if func in SPLITS:
             for part in out if kinds and isinstance(kinds[0], Heads) else ():
-                self._follow(part, kinds[0])
+                self._kinds[part] = kinds[0]
         elif isinstance(out, Tensor) and out.is_floating_point():
             found = self._kind_of(func, (*args, *kwargs.values()), given, kinds, out)
             if tensors and not given and func not in PROJECTIONS | PRODUCTS:
@@ -325,7 +321,7 @@ class Follower(TorchFunctionMode):
             if isinstance(found, Heads) and not any(isinstance(kind, Heads) for kind in kinds):
                 return self._seen(found)
             if found is not None:
-                self._follow(out, found)
+                self._kinds[out] = found
         return out
 
     def _kind_of(

@@ -298,21 +298,19 @@ def _layers_left_out(model: nn.Module, captured: Collection[nn.Module]) -> Itera
             yield f"{found} in {name}; what the others do to tokens is left out"
 
 
-def _notes(model: nn.Module, calls: Collection[Call], unseen: str) -> list[str]:
-    """Return sentences on attention that was not seen, or is not what it seems."""
-    said = []
+def _notes(model: nn.Module, calls: Collection[Call], unseen: str) -> Iterator[str]:
+    """Yield sentences on attention that was not seen, or is not what it seems."""
     if unseen:
-        said.append(f"attention of unknown make is left out, in {unseen} of {type(model).__name__}")
-    said += _layers_left_out(model, {call.run.module for call in calls})
+        yield f"attention of unknown make is left out, in {unseen} of {type(model).__name__}"
+    yield from _layers_left_out(model, {call.run.module for call in calls})
     apart = {call.run: call.name for call in calls if call.run.calls > len(call.pieces)}
     for run, name in apart.items():
         what = f"({type(run.module).__name__}) calls attention {run.calls} times in a run"
         alone = "each call that goes its own way is measured as a layer by itself"
-        said.append(f"layer {name} {what}, and {alone}")
+        yield f"layer {name} {what}, and {alone}"
     if adding := [call.name for call in calls if call.adds]:
         what = "a mask of True and False is added to scores as the numbers 1 and 0"
-        said.append(f"{what}, as the model's own attention does, in layer {listed(adding)}")
-    return said
+        yield f"{what}, as the model's own attention does, in layer {listed(adding)}"
 
 
 class ThroughPython(TorchDispatchMode):
@@ -500,7 +498,7 @@ def record(
             "calls neither the transformers attention interface nor scaled_dot_product_attention, "
             f"and multiplies no softmax of products of its tokens with others ({own}). {WAYS}"
         )
-    notes = _notes(model, recorder.calls, unseen)
+    notes = [*_notes(model, recorder.calls, unseen)]
     if drew:
         notes.append("the model draws random numbers: here those of torch.manual_seed(0)")
     return recorder.calls, recorder.kept, notes
