@@ -54,7 +54,7 @@ def test_nothing_known_is_nothing_claimed(ds, capsys):
     bare = ds.assign_attrs(bounds=[])
     out = []
     for one in (empty, bare):
-        show(one)
+        show(one, [])
         out.append(" ".join(capsys.readouterr().out.split()))
     assert re.search(r"exact norms: 0 \(3 layers x 4 heads, .*", out[0])
     assert re.search(r"Yudin 2025, Thm 3 yudin n/a( n/a)* 0/0 n/a", out[0])
