@@ -169,10 +169,8 @@ def l2_spectral_norm(att: Attention, *, tol: float = 1e-4, seed: int | Sequence[
     """
     wide, exponents = unit_values(att.double())
     op = L2HeadJacobian(wide)
-    narrow = att.dtype == torch.float32 and tol >= SEEN
-    search = op.to(torch.float32) if narrow else op
+    search = op.to(torch.float32) if att.dtype == torch.float32 and tol >= SEEN else op
     steps, seeds = DEFAULT_STEPS["lanczos"], sample_seeds(att.samples, seed)
     rounding = partial(Roundoff, *torch.zeros(3, op.batch, dtype=torch.float64))
     problem = Problem(op, rounding, search, tol, steps, seeds_each(op.batch, seeds))
-    norm = estimate(problem)
-    return norm.view(att.samples, att.heads).times_power(exponents)
+    return estimate(problem).view(att.samples, att.heads).times_power(exponents)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lipbound.errors import LipboundError, RangeError, shown, whole
 from lipbound.formatting import TABLE_ROWS, html_table, number
-from lipbound.linalg.matrix_norms import UNIT, times_power, times_power_up
+from lipbound.linalg.matrix_norms import UNIT, power_of_two, times_power, times_power_up
 from lipbound.linalg.operators import JacobianOperator
 
 Seed = int | Sequence[int]
@@ -253,5 +253,8 @@ def with_vectors(norm: Norm, op: JacobianOperator, left: Tensor) -> Norm:
 
 def unit_vectors(x: Tensor) -> Tensor:
     """Return batch entries divided by their 2-norms; zero stays zero."""
-    size = torch.linalg.vector_norm(x.flatten(1), dim=1).clamp_min(torch.finfo(x.dtype).tiny)
-    return x / size.view(-1, *(1,) * (x.ndim - 1))
+    flat = x.flatten(1)
+    # of entries near 1, whose squares stay in range
+    flat = flat / power_of_two(flat.abs().amax(1, keepdim=True) / 2).to(x.dtype)
+    size = torch.linalg.vector_norm(flat, dim=1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
+    return (flat / size).view_as(x)

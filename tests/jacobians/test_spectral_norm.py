@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from support.checks import close, normal, refused
+from support.hard_heads import FAMILIES
 from support.layers import changed, in_units, random_attention
 from support.oracles import allowance, assert_encloses, dense_norms, matrices, oracle
 from support.reference import head_function
@@ -101,6 +102,14 @@ def test_power_iteration_stops_on_an_absolute_change() -> None:
     small = changed(att, w_v=att.w_v * 1e-6)
     assert int(spectral_norm(small, method="power", tol=1e-4).steps.max()) == 2
     measured(small, 1e-8)
+
+
+@pytest.mark.parametrize("family", ["sinks", "sinks_take_all"])
+def test_power_iteration_of_heads_whose_squares_vanish(family: str) -> None:
+    """Norms of 1e-85, of whose squares a vector was divided by nothing, came out as 1e53."""
+    att = FAMILIES[family](torch.Generator().manual_seed(7), torch.float64)
+    power, enclosed = spectral_norm(att, method="power"), spectral_norm(att, delta=1e-6)
+    assert bool((power.lower <= enclosed.upper).all())
 
 
 def test_zero_operator_and_exhausted_spaces() -> None:
