@@ -267,3 +267,14 @@ class InPlace(OwnAttention):
 def test_outputs_of_heads_that_are_changed_in_their_place_stay_as_they_were_recorded():
     count, notes = said(Model(InPlace, InPlace))
     assert (count, sum("also mix tokens by other means" in one for one in notes)) == (2, 1)
+
+
+def test_scripted_parts_beside_attention_run_as_they_are():
+    """They take no hooks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(plain(), nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5)))
+    (expected,) = lb.capture(model, X)
+    model[1] = torch.jit.script(model[1])
+    (found,) = lb.capture(model, X)
+    torch.testing.assert_close(found.out, expected.out, rtol=0, atol=0)
+    assert all(module.training for module in model.modules())

@@ -261,6 +261,8 @@ class ModuleRuns:
         """Yield while modules, with their names, have the hooks."""
         with self.hooks as hooks:
             for name, module in modules:
+                if isinstance(module, torch.jit._script.RecursiveScriptModule):
+                    continue  # of what torch.jit.script returns, which takes no hooks
                 hook, enter = module.register_forward_pre_hook, partial(self.enter, name)
                 # a module's own hooks belong to what it does
                 hooks.enter_context(hook(enter, with_kwargs=True, prepend=True))
