@@ -227,21 +227,21 @@ def _mixes(run: ModuleRun, calls: Collection[Call]) -> bool:
         return False
     generator = torch.Generator().manual_seed(5)
     places = torch.randperm(x[..., 0].numel(), generator=generator).view(x.shape[:2])
-    moved = (places < places.numel() // 2).to(x.device)
+    moved = (places < places.numel() // 2)[..., None].to(x.device)
 
     def passed(tokens: Tensor, again: Iterable[Tensor] = ()) -> tuple[list[Tensor], Tensor]:
         args, kwargs = interface.copied_state((run.args, run.kwargs), {id(x): (x, tokens)})
         follower = _Held(again)
         with interface.unmoved(run.module), follower.following():
             end = recording.first_tensor(run.module(*args, **kwargs))
-        return follower.seen, (own if end is None else end)[~moved]
+        return follower.seen, (own if end is None else end).masked_fill(moved, 0)
 
     heads = [call.raw for call in calls if any(run is one for one, _ in call.around)]
     with suppress(Exception):  # a layer that does not run by itself tells nothing
         if len(heads) < run.inside:  # some were put together
             heads = passed(x)[0]
-        after = passed(x.flip(-1).where(moved[..., None], x), heads)[1]
-        if relative_error(after, own[~moved]) > SAME:
+        after = passed(x.flip(-1).where(moved, x), heads)[1]
+        if relative_error(after, own.masked_fill(moved, 0)) > SAME:
             # what was returned may have been changed in its place
             return relative_error(after, passed(x, heads)[1]) > SAME
     return False
