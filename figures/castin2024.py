@@ -16,7 +16,6 @@ from torch import Tensor
 from lipbound.analysis import adversarial_inputs, mean_field
 from lipbound.analysis.length_growth import LENGTHS, exponents, sequence_growth
 from lipbound.attention.layer import Attention
-from lipbound.attention.layer_norm import ellipsoid_radius
 from lipbound.attention.rescaling import unit_values
 from lipbound.formatting import counted
 from lipbound.jacobians.head import HeadJacobian
@@ -248,7 +247,7 @@ def _scaling(att: Attention) -> dict[str, Tensor]:
     length = att.x.norm(dim=-1)
     norm, around = att.surroundings and att.surroundings.fed_by, math.nan
     if norm is not None:
-        around = ellipsoid_radius(norm.weight, norm.bias, centred=norm.centred)
+        around = castin_inputs.ellipsoid_radius(norm.weight, norm.bias, centred=norm.centred)
     gamma = adversarial_inputs.steepness(att).gamma
     radius = (length if att.valid is None else length[att.valid]).mean().double()
     return {

@@ -142,3 +142,38 @@ def two_dirac_growth(eigenvalue: float, radius: float, direction: Tensor, image:
     eye = torch.eye(len(u), dtype=torch.float64, device=u.device)
     size = float(torch.linalg.matrix_norm(eye + factor * torch.outer(u, w), 2))
     return math.exp(growth_rate(eigenvalue) * radius**2) / 2 * size
+
+
+def ellipsoid_radius(weight: Tensor, bias: Tensor | None = None, *, centred: bool = True) -> float:
+    r"""Return the largest length of an output of LayerNorm (``centred``) or RMSNorm.
+
+    Over all inputs, from parameters alone: R of the published bounds.
+
+    .. math:: \max\{|w \circ z + b| : |z|^2 \le D,\ \textstyle\sum_k z_k = 0\}
+
+    (without the sum for RMSNorm). Outputs lie on this ellipsoid but for eps, which keeps them
+    inside. Computed as the minimum of its dual over one number, every value of which is an upper
+    value: Lemma 23 (docs/theory/layers.md). Cost O(D^3) for LayerNorm, O(D) for RMSNorm.
+    """
+    w = weight.detach().double()
+    b = torch.zeros_like(w) if bias is None else bias.detach().double()
+    width = len(w)
+    if centred:
+        z = torch.eye(width, dtype=torch.float64, device=w.device) - 1 / width
+        values, vectors = torch.linalg.eigh(z @ torch.diag(w**2) @ z)
+        g = vectors.mT @ (z @ (w * b))
+    else:
+        values, g = w**2, w * b
+    top = values.amax()
+    low, high = 0.0, float(g.norm() / width**0.5)
+    distances = (top - values).clamp_min(0)
+    # where the derivative D - sum g^2/(mu - lambda)^2 changes sign, mu = top + middle
+    for _ in range(200):
+        middle = (low + high) / 2
+        if not low < middle < high:
+            break
+        too_small = float((g / (middle + distances)).square().sum()) > width
+        low, high = (middle, high) if too_small else (low, middle)
+    rest = torch.where(g == 0, 0.0, g**2 / (high + distances).clamp_min(1e-300))
+    dual = (top + high) * width + rest.sum()
+    return float((dual + b.square().sum()).sqrt() * (1 + 1e-12))

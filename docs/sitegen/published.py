@@ -75,8 +75,7 @@ LEFT_OUT = (
         "Emadi 2026, Lemma 3.3 (arXiv:2602.18849)",
         "the root mean square of LN(x) is at most max |gamma| + max |beta|",
         "contained",
-        "quoted by others; `lipbound.attention.layer_norm.ellipsoid_radius` has the largest length "
-        "itself (Lemma 23)",
+        "quoted by others; the largest length itself is that of Lemma 23",
     ),
     LeftOut(
         "Baek 2026 (AISTATS; arXiv:2510.21770)",

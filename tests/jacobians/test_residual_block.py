@@ -3,6 +3,7 @@ the model's own modules."""
 
 from functools import partial
 
+import castin_inputs
 import mpmath as mp
 import pytest
 import torch
@@ -17,7 +18,7 @@ from support.reference import head_function
 from support.strategies import examples
 
 from lipbound.attention.layer import Attention
-from lipbound.attention.layer_norm import Normaliser, ResidualContext, ellipsoid_radius
+from lipbound.attention.layer_norm import Normaliser, ResidualContext
 from lipbound.bounds.whole_layer_rules import whole_layer
 from lipbound.errors import AttentionError
 from lipbound.jacobians.head import HeadJacobian
@@ -181,7 +182,7 @@ def test_ellipsoid_radius(seed: int, width: int, centred: bool, size: float, alo
     best of them."""
     draw = normal(seed)
     weight, bias = draw(width), None if alone else size * draw(width)
-    radius = ellipsoid_radius(weight, bias, centred=centred)
+    radius = castin_inputs.ellipsoid_radius(weight, bias, centred=centred)
     out = Normaliser(draw(1, 200, width), weight, bias, centred=centred).out
     assert float(out.norm(dim=-1).amax()) <= radius * (1 + 1e-9)
     most = weight.abs().amax() + (0.0 if bias is None else bias.abs().amax())
