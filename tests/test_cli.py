@@ -135,9 +135,9 @@ def test_what_is_taken_otherwise_is_told():
 def test_no_bounds_are_exact_norms_alone():
     for bounds in ("none", "exact", []):
         assert RunConfig("m", bounds=bounds).names == []
+    options = {"layers": [0], **QUICK}
     ds, other = (
-        lb.compare("builtin:gpt2", TEXTS, bounds=bounds, layers=[0], **QUICK)
-        for bounds in ("none", "castin")
+        lb.compare("builtin:gpt2", TEXTS, bounds=one, **options) for one in ("none", "castin")
     )
     assert ds.attrs["bounds"] == []
     assert np.array_equal(ds["exact"], other["exact"])

@@ -29,12 +29,9 @@ def test_values_are_those_of_the_model_at_the_cut_text(study):
     layers = lb.capture(checkpoint.model, {"input_ids": ids})
     for i, att in enumerate(layers):
         part = study.sel(length=5).isel(layer=i)
-        np.testing.assert_allclose(
-            part["head_exact"], spectral_norm(att.double(), method="dense").lower, rtol=1e-5
-        )
-        np.testing.assert_allclose(
-            part["layer_exact"], spectral_norm(att.double(), map="layer", tol=1e-8).lower, rtol=1e-5
-        )
+        for map, how in (("head", {"method": "dense"}), ("layer", {"tol": 1e-8})):
+            expected = spectral_norm(att.double(), map=map, **how).lower
+            np.testing.assert_allclose(part[f"{map}_exact"], expected, rtol=1e-5)
         np.testing.assert_allclose(part["magnitude"], att.x.norm(dim=-1).mean(-1), rtol=1e-6)
 
 
@@ -76,9 +73,8 @@ def test_exponents_of_a_power_law():
 
 def test_csv_without_a_line_of_names(tmp_path):
     path = tmp_path / "news.csv"
-    path.write_text(
-        '"3","first title","the lighthouse keeper"\n"4","second title","the clock of the island"\n'
-    )
+    rows = '"3","first title","the lighthouse keeper"', '"4","second title","the clock of the sea"'
+    path.write_text("\n".join(rows))
     tokens, description = stream(lb.load_checkpoint("builtin:gpt2"), str(path), 6, column="2")
     text = lb.load_checkpoint("builtin:gpt2").tokenizer().decode(tokens)
     assert "the lighthouse keeper".startswith(text.strip()[:12])

@@ -79,10 +79,8 @@ def test_padding_is_held_fixed():
     model = build(lambda: tf.BertModel(tf.BertConfig(**TEXT))).double()
     padded = inputs_for(model, padded=True)
     short = {name: padded[name][1:, :6] for name in ("input_ids", "attention_mask")}
-    mine, alone = (
-        network_norm(model, given, end="last_hidden_state", tol=1e-8).lower
-        for given in (padded, short)
-    )
+    options = {"end": "last_hidden_state", "tol": 1e-8}
+    mine, alone = (network_norm(model, given, **options).lower for given in (padded, short))
     assert float(mine[1]) == pytest.approx(float(alone[0]), rel=1e-7)
 
 

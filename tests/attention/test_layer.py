@@ -116,9 +116,8 @@ def test_the_mask_may_have_a_dtype_of_its_own() -> None:
     assert att.double().mask is att.mask
     wide = att.double().with_parts(mask=att.mask.double())
     assert torch.equal(att.double().p, wide.p)
-    assert torch.equal(
-        lb.spectral_norm(att.double(), delta=1e-6).upper, lb.spectral_norm(wide, delta=1e-6).upper
-    )
+    norms = (lb.spectral_norm(one, delta=1e-6).upper for one in (att.double(), wide))
+    assert torch.equal(*norms)
     close(changed(att.double()).p, wide.p)
 
 

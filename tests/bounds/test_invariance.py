@@ -141,11 +141,8 @@ def test_what_all_keys_or_values_share_does_not_matter(kind, seed, shift):
     if att.b_k is not None:
         b_k, b_v = b_k + att.b_k, b_v + att.b_v
     for name in OURS:
-        close(
-            lb.bounds.get(name)(changed(att, b_k=b_k, b_v=b_v)),
-            lb.bounds.get(name)(att),
-            block_norms.RTOL,
-        )
+        value, other = map(lb.bounds.get(name), (att, changed(att, b_k=b_k, b_v=b_v)))
+        close(other, value, block_norms.RTOL)
 
 
 @pytest.mark.parametrize("exponent", [-55, 55])

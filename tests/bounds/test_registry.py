@@ -11,9 +11,8 @@ import lipbound as lb
 from lipbound.bounds import registry
 from lipbound.errors import AttentionError, UnknownNameError
 
-TEXTS = dict.fromkeys(
-    ("label", "citation", "statement_latex", "source", "assumptions", "cost"), "doe2027"
-)
+TEXTS = "label citation statement_latex source assumptions cost"
+TEXTS = dict.fromkeys(TEXTS.split(), "doe2027")
 ATT = random_attention("plain")
 
 

@@ -216,13 +216,9 @@ def test_norms_of_tokens_whose_squares_leave_the_range(power: int) -> None:
     far = Normaliser(norm.x * 2.0**power, norm.weight)
     close(far.norms * 2.0**power, bare.norms, 1e-12)
     close(far.unit, bare.unit, 1e-12)
-    with_far, with_bare = (
-        att.with_parts(surroundings=ResidualContext(residual="post", followed_by=one))
-        for one in (far, bare)
-    )
-    bound, expected = (
-        whole_layer(one, "lipbound", map="post_norm") for one in (with_far, with_bare)
-    )
+    contexts = (ResidualContext(residual="post", followed_by=one) for one in (far, bare))
+    both = with_far, with_bare = [att.with_parts(surroundings=one) for one in contexts]
+    bound, expected = (whole_layer(one, "lipbound", map="post_norm") for one in both)
     close(bound * 2.0**power, expected, 1e-11)
     enclosed = spectral_norm(with_far, map="post_norm", delta=1e-6)
     exact = spectral_norm(with_bare, map="post_norm", method="dense")

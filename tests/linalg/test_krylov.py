@@ -14,26 +14,22 @@ from lipbound.linalg.solution import start_vectors
 SIZES = strategies.tuples(strategies.integers(1, 3), strategies.integers(1, 12))
 
 
+def tridiagonal(alpha, beta):
+    return np.diag(alpha) + np.diag(beta[:-1], 1) + np.diag(beta[:-1], -1)
+
+
 @given(strategies.data(), SIZES, strategies.integers(-150, 150))
 def test_top_eigenpairs_of_tridiagonal_matrices(data, shape, exponent):
     # where entries nearly vanish numpy's solver, the oracle, is off by 1e-5
     entries = strategies.floats(-1, 1).map(lambda x: x if abs(x) > 1e-30 else 0.0)
-    alpha, beta = (
-        data.draw(arrays.arrays(np.float64, shape, elements=entries)) * 10.0**exponent
-        for _ in range(2)
-    )
-    dense = np.stack(
-        [
-            np.diag(a) + np.diag(b[:-1], 1) + np.diag(b[:-1], -1)
-            for a, b in zip(alpha, beta, strict=True)
-        ]
-    )
+    drawn = arrays.arrays(np.float64, (2, *shape), elements=entries)
+    alpha, beta = data.draw(drawn) * 10.0**exponent
+    dense = np.stack([tridiagonal(*one) for one in zip(alpha, beta, strict=True)])
     unit = max(np.abs(dense).max(), 1e-300)
     top, one = top_eigenpairs(alpha, beta)
     np.testing.assert_allclose(top / unit, np.linalg.eigvalsh(dense / unit)[:, -1], atol=1e-14)
-    np.testing.assert_allclose(
-        ((dense / unit) @ one[..., None])[..., 0], one * (top / unit)[:, None], atol=1e-14
-    )
+    image = np.einsum("bij,bj->bi", dense / unit, one)
+    np.testing.assert_allclose(image, one * (top / unit)[:, None], atol=1e-14)
     np.testing.assert_allclose((one**2).sum(1), 1, atol=1e-14)
 
 
@@ -78,7 +74,7 @@ def test_what_a_recurrence_says_it_has_missed(name, steps):
     found = Runs(op, start, limit=steps).until(lambda _, part: part.steps >= steps).recurrence
     g, k = torch.diag(SPECTRA[name].double() ** 2), int(found.steps[0])
     v, alpha, beta = torch.stack(images[:k], 1), found.alpha[0, :k], found.beta[0, :k]
-    t = np.diag(alpha) + np.diag(beta[:-1], 1) + np.diag(beta[:-1], -1)
+    t = tridiagonal(alpha, beta)
     missed = (g @ v - v @ torch.from_numpy(t)).norm(dim=0).numpy()
     missed[-1] = max(missed[-1] - beta[-1], 0)
     rounding = 4 * (len(g) + k + 8) * 2.0**-53 * float(g.max())
@@ -122,9 +118,8 @@ def test_failure_rate_of_certificates_agrees_with_theory():
     should, or the bound is idle."""
     values = torch.cat([torch.ones(1), torch.linspace(0.2, 0.5, 59)])
     op = with_values(values, 1000, torch.float64)
-    runs = Runs(op, start_vectors(op, op.out_shape, 3), limit=4).until(
-        lambda _, part: part.steps > 9
-    )
+    runs = Runs(op, start_vectors(op, op.out_shape, 3), limit=4)
+    runs = runs.until(lambda _, part: part.steps > 9)
     certificate = Certificate(60, 0.1, np.full(1000, 1e-15))
     bound = certificate.bound(runs.recurrence, np.ones(1000, dtype=int), np.zeros(1000))
     failures = int((bound < 1).sum())
@@ -138,9 +133,8 @@ def test_several_starts_share_a_probability():
     assert sum(SHARES) <= 1
     for epsilon, count, share in zip(certificate.epsilon, STARTS, SHARES, strict=True):
         each = (share * 1e-12) ** (1 / count)
-        assert epsilon == pytest.approx(
-            np.exp(-log_inverse_epsilon(100, each)), rel=1e-3, abs=1e-14
-        )
+        theirs = np.exp(-log_inverse_epsilon(100, each))
+        assert epsilon == pytest.approx(theirs, rel=1e-3, abs=1e-14)
         x = torch.randn(100_000, 100, generator=torch.Generator().manual_seed(count))
         below = float(((x[:, 0] / x.norm(dim=1)).abs() < epsilon).double().mean())
         assert below <= each + 4 * (each / 1e5) ** 0.5

@@ -219,33 +219,25 @@ class Around(nn.Module):
         return x + self.inner(self.norm(x), self.norm(x), self.norm(x))
 
 
+PLACES = {"query_pos": X[1:].expand(2, -1, -1)}
+PLACES |= {"encoder_pos": Y[:1, :, 10:20].expand(2, -1, -1)}
+ADDED = {"x": X, "position_embeddings": X[1:].expand(2, -1, -1).contiguous()}
 OTHER_POSITIONS = "or differently at each position"
 PRODUCTS = "adds other products of its tokens to its scores"
-RELATIVE = itertools.product((False, True), repeat=2)
 EXACT = {
     "everything": (Everything, {"x": X}, {"qk_norm", "value_norm", "gate"}),
     "a gate a head": (lambda: Everything(True), {"x": X}, {"qk_norm", "value_norm", "gate"}),
     "normalised values": (NormalisedValues, {"x": X}, {"qk_norm", "value_norm"}),
     "cross": (crossing, BOTH, {"cross"}),
-    "added positions": (
-        *(added_positions, {"x": X, "position_embeddings": X[1:].expand(2, -1, -1).contiguous()}),
-        OTHER_POSITIONS,
-    ),
+    "added positions": (added_positions, ADDED, OTHER_POSITIONS),
     "positions of its own": (OwnPositions, {"x": X}, OTHER_POSITIONS),
-    "cross with positions": (
-        *(crossing_positions, {**BOTH, "query_pos": X[1:].expand(2, -1, -1),
-           "encoder_pos": Y[:1, :, 10:20].expand(2, -1, -1)}),
-        OTHER_POSITIONS,
-    ),
-    **{
-        f"relative positions, {fused}, {both}": (
-            partial(RelativePositions, fused, both), {"x": X}, PRODUCTS
-        )
-        for fused, both in RELATIVE
-    },
-}  # fmt: skip
+    "cross with positions": (crossing_positions, BOTH | PLACES, OTHER_POSITIONS),
+}
 """Modules and inputs, and what is done to queries, keys and values, or why there is no closed form:
 positions that act on queries, keys or scores otherwise than by a rotation or a mask."""
+for fused, both in itertools.product((False, True), repeat=2):
+    relative = partial(RelativePositions, fused, both)
+    EXACT[f"relative positions, {fused}, {both}"] = relative, {"x": X}, PRODUCTS
 LACKING = {
     "T5": "the softmax of its module is in float32",
     "blocks of tokens": "the softmax of its module is in float32",

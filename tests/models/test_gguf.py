@@ -90,9 +90,8 @@ def test_the_tokenizer_is_the_files(folder):
 
 
 def test_a_run_says_how_weights_were_stored_and_is_verified(folder, tmp_path):
-    ds = lb.compare(
-        folder, **SMALL, gguf_file="model.gguf", bounds=["yudin"], out=tmp_path / "run.zarr"
-    )
+    options = {"gguf_file": "model.gguf", "bounds": ["yudin"], "out": tmp_path / "run.zarr"}
+    ds = lb.compare(folder, **SMALL, **options)
     assert "GGUF Q4_1, sha256:" in lb.plots.caption(ds)
     assert "stored as GGUF Q4_1 (14 tensors Q4_1, 5 F32, 1 Q8_0)" in lb.tables.methods(ds, "text")
     shutil.copy(folder / "model.gguf", tmp_path / "other.gguf")

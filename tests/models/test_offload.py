@@ -33,11 +33,9 @@ MODELS = {
 
 
 def hidden_states(model):
+    inputs = inputs_for(model, padded=model.main_input_name == "input_ids")
     with torch.no_grad():
-        return model(
-            **inputs_for(model, padded=model.main_input_name == "input_ids"),
-            output_hidden_states=True,
-        ).hidden_states
+        return model(**inputs, output_hidden_states=True).hidden_states
 
 
 def same(one, other):

@@ -72,11 +72,8 @@ def test_the_guides_example(monkeypatch):
         (layer,) = Capturer(module).run({"x": X.double()})
         assert isinstance(layer.attention, lb.Attention)
         assert layer.attention.variants == ({"gate"} if gated else set())
-        check(
-            layer.attention,
-            norms(partial(module.heads, attend=by_products), X[:1].double()),
-            rtol=1e-7,
-        )
+        expected = norms(partial(module.heads, attend=by_products), X[:1].double())
+        check(layer.attention, expected, rtol=1e-7)
     assert THEIRS.flash_attn_func is flash_attn_func
 
 

@@ -147,10 +147,9 @@ def test_padding_that_changes_nothing_is_not_told():
         (llama, left, slice(5, 9)),
     ):
         own = silent(model, {"input_ids": NINE[1:, tokens]})
-        for pair in zip(silent(model, inputs), own, strict=True):
-            check(
-                pair[0], lb.spectral_norm(pair[1], tol=1e-6).lower[0], sample=1, tol=1e-6, rtol=1e-3
-            )
+        for mine, alone in zip(silent(model, inputs), own, strict=True):
+            expected = lb.spectral_norm(alone, tol=1e-6).lower[0]
+            check(mine, expected, sample=1, tol=1e-6, rtol=1e-3)
 
 
 def test_rotary_tables_that_the_longest_text_chooses_are_told():

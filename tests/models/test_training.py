@@ -116,9 +116,8 @@ def test_a_layer_counts_once_however_often_it_calls():
         model(ids)
     theirs = own(ids, output_attentions=True).attentions
     assert len(found) == 2 * len(theirs)
-    assert float(JaSMin()(found[:2]).detach()) == pytest.approx(
-        float(JaSMin()(list(theirs)).detach()), rel=1e-5
-    )
+    expected = float(JaSMin()(list(theirs)).detach())
+    assert float(JaSMin()(found[:2]).detach()) == pytest.approx(expected, rel=1e-5)
     model = bert()
     module = model.encoder.layer[1].attention.self
     once = module.forward

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers as tf
 from safetensors.torch import save_file
-from support.models import LLAMA, build
+from support.models import LLAMA, build, model_of
 from support.versions import newer_torch, newer_transformers
 
 import lipbound as lb
@@ -180,10 +180,8 @@ def test_a_pickled_module_is_not_run_and_no_advice_to_run_it_is_passed_on(tmp_pa
     model = llama()
     model.config.save_pretrained(tmp_path)
     torch.save(model, tmp_path / "pytorch_model.bin")
-    with pytest.raises(
-        CheckpointError,
-        match="holds other things than weights, none of which were run; save the model again",
-    ) as caught:
+    words = "holds other things than weights, none of which were run; save the model again"
+    with pytest.raises(CheckpointError, match=words) as caught:
         lb.load_checkpoint(tmp_path)
     assert "\x1b" not in str(caught.value)
     torch.save({"state_dict": model.state_dict(), "epoch": 3}, tmp_path / "pytorch_model.bin")
@@ -202,10 +200,7 @@ def test_a_finished_run_of_another_configuration_is_not_taken_for_this_one(tmp_p
     says(folder, rms_norm_eps=0.5)
     found = lb.verify(ds, data=inputs, places=1)
     assert any("not the recorded configuration" in fault for fault in found.faults)
-    models = [
-        build(lambda eps=eps: tf.LlamaModel(tf.LlamaConfig(**LLAMA, rms_norm_eps=eps)))
-        for eps in (1e-6, 0.5)
-    ]
+    models = [build(model_of("Llama", **LLAMA, rms_norm_eps=eps)) for eps in (1e-6, 0.5)]
     ds = lb.compare(models[0], inputs, **options, out=tmp_path / "b.zarr")
     models[0].config.use_cache = False  # what no number depends on
     again = {**options, "out": tmp_path / "b.zarr", "resume": True}

@@ -46,9 +46,7 @@ def test_nothing_is_cut_or_written_over(ds, width, options):
         assert not one.overlaps(other)
     panels = [axes.bbox for axes in shown if axes.images and axes.get_title()]
     assert len(panels) == len(ds.attrs["bounds"]) + 2
-    assert {(round(box.width), round(box.height)) for box in panels} == {
-        (round(panels[0].width), round(panels[0].height))
-    }
+    assert len({(round(box.width), round(box.height)) for box in panels}) == 1
     titles = [(text, box) for text, box in found if "exact" in text.lower()]
     assert len(titles) == len(panels) + captioned
     for (a, p), (b, q) in itertools.combinations(titles, 2):
@@ -56,10 +54,8 @@ def test_nothing_is_cut_or_written_over(ds, width, options):
 
 
 def test_what_is_near_the_exact_norm_has_its_own_scale(ds):
-    grids = {
-        name: np.log10(ds[name].mean("sample").values)
-        for name in ("exact", "exact_l2", *ds.attrs["bounds"])
-    }
+    names = ("exact", "exact_l2", *ds.attrs["bounds"])
+    grids = {name: np.log10(ds[name].mean("sample").values) for name in names}
     near, far = scales(ds, grids, "rows")
     above = {k: np.median(grids[k]) - np.median(grids["exact"]) for k in ds.attrs["bounds"]}
     assert {*near.names} == {"exact", *(k for k, x in above.items() if x <= 1 and k != "kim")}
@@ -122,27 +118,19 @@ def test_several_runs_on_one_colour_scale(ds, tmp_path):
     words = (tmp_path / "all.caption.txt").read_text()
     assert "each the maximum over samples, on one scale. a: " in words
     assert "; map: one attention head" in words.partition(" c: ")[2]
-    figure = plots.heatmaps(runs, bounds=["yudin"], limits=(-1, 2), style=None)
-    panels = [axes for axes in figure.axes if axes.images and axes.get_title()]
-    assert len(panels) == 6
-    assert {(axes.images[0].norm.vmin, axes.images[0].norm.vmax) for axes in panels} == {(-1, 2)}
+    several = plots.heatmaps(runs, bounds=["yudin"], limits=(-1, 2), style=None)
+    for figure, count in ((several, 6), (plots.heatmaps(ds, bounds=["yudin"], limits=(-1, 2)), 2)):
+        drawn = [axes.images[0].norm for axes in figure.axes if axes.images and axes.get_title()]
+        assert [(norm.vmin, norm.vmax) for norm in drawn] == [(-1, 2)] * count
     ratios = plots.heatmaps(runs[:2], bounds="yudin", over="exact").axes[1].images[0].get_array()
     wanted = np.log(ds["yudin"] / ds["exact"]).mean("sample") / np.log(10)
     np.testing.assert_allclose(ratios, wanted[:1, :3])
-    one = plots.heatmaps(ds, bounds=["yudin"], limits=(-1, 2))
-    assert {(a.images[0].norm.vmin, a.images[0].norm.vmax) for a in one.axes if a.get_title()} == {
-        (-1, 2)
-    }
 
 
 def test_every_plot_writes_a_file_and_returns_what_it_drew(ds, tmp_path):
     """Axes where there is one panel; a figure may be put together of panels without bars."""
-    for name, plot in {
-        "heatmap": plots.heatmap,
-        "ratios": plots.ratios,
-        "layers": plots.by_layer,
-    }.items():
-        axes = plot(ds, path=tmp_path / f"{name}.svg")
+    for name in ("heatmap", "ratios", "by_layer"):
+        axes = getattr(plots, name)(ds, path=tmp_path / f"{name}.svg")
         assert isinstance(axes, Axes)
         assert axes in axes.figure.axes
         assert (tmp_path / f"{name}.svg").stat().st_size > 1000
@@ -157,9 +145,8 @@ def test_several_runs_against_layers():
     first, second = made_up(), made_up()
     second["exact"] = second["exact"] * 2
     second["lipbound"] = second["lipbound"] * 2
-    axes = plots.by_layer(
-        [first, second], labels=["x", "y"], bounds=["kim", "lipbound", "castin_mean_field"]
-    )
+    bounds = ["kim", "lipbound", "castin_mean_field"]
+    axes = plots.by_layer([first, second], labels=["x", "y"], bounds=bounds)
     lines = {line.get_label(): line.get_ydata() for line in axes.get_lines()}
     assert list(lines) == [
         f"{run}: {first[name].attrs['label']}"
@@ -174,19 +161,15 @@ def test_several_runs_against_layers():
             single = np.exp(np.log(ds[name]).mean("head"))[:, 1:]
             bands = [band.get_paths()[0].vertices for band in axes.collections]
             ends = [(band[:, 1].min(), band[:, 1].max()) for band in bands]
-            limits = (float(single.min()), float(single.max()))
-            assert any(
-                low <= limits[0] * (1 + 1e-9) and limits[1] <= high * (1 + 1e-9)
-                for low, high in ends
-            )
+            least, most = float(single.min()) * (1 + 1e-9), float(single.max()) / (1 + 1e-9)
+            assert any(low <= least and most <= high for low, high in ends)
     note = " ".join(axes.get_xlabel().split())
     assert "beyond the axis: Castin 3.5, mean field, 2.0e302 to \u221e x exact" in note
     one = plots.by_layer(first.isel(sample=[1]), bounds=["lipbound"], reduce="max")
     assert "all-MiniLM-L6-v2: one sample, no interval" in " ".join(one.get_xlabel().split())
     assert not any(path.vertices.size for band in one.collections for path in band.get_paths())
-    np.testing.assert_allclose(
-        one.get_lines()[0].get_ydata(), first["exact"][1].max("head"), rtol=1e-12
-    )
+    drawn = one.get_lines()[0].get_ydata()
+    np.testing.assert_allclose(drawn, first["exact"][1].max("head"), rtol=1e-12)
     unnamed = plots.by_layer([first, second]).get_legend()
     told = [text.get_text() for text in unnamed.get_texts()]
     assert told == ["all-MiniLM-L6-v2 (1)", "all-MiniLM-L6-v2 (2)"]

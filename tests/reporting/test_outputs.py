@@ -42,9 +42,8 @@ def test_infinite_and_missing_values(ds):
 
 def test_extras_are_in_tables_and_figures(tmp_path):
     model = build(AFFINE["gpt2"])
-    ds = lb.compare(
-        model, inputs_for(model), bounds=["yudin"], extras="frobenius,condition", progress=False
-    )
+    options = {"extras": "frobenius,condition", "progress": False}
+    ds = lb.compare(model, inputs_for(model), bounds=["yudin"], **options)
     frobenius, condition = ds["jacobian_frobenius"], ds["jacobian_condition"]
     middle = number(float(np.median(frobenius.values)), 4)
     low = directed(float(frobenius.min()) * (1 - 1e-6), 4, False)

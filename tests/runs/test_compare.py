@@ -39,9 +39,8 @@ def test_numbers_do_not_depend_on_the_size_of_blocks(padding, bert):
     ready = {"input_ids": ids % gpt2.config.vocab_size, "attention_mask": torch.stack(rows).long()}
     options = {"exact_samples": 3, "bounds": ["yudin", "castin_bias"], **OPTIONS}
     for model, data in ((bert, [*TEXTS, "a ferry"]), (gpt2, ready)):
-        one, *others = (
-            lb.compare(model, data, memory=memory, **options) for memory in (1, 300_000, "1GB")
-        )
+        sizes = (1, 300_000, "1GB")
+        one, *others = (lb.compare(model, data, memory=size, **options) for size in sizes)
         least, some, most = (ds.attrs["block"] for ds in (one, *others))
         assert (least, most) == (1, 5)
         assert 1 < some < 5

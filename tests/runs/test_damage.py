@@ -144,9 +144,8 @@ def test_every_command_refuses_it(sound, tmp_path, monkeypatch):
 
 
 def test_settings_of_runs_put_together_are_looked_at(whole, tmp_path):
-    path = lb.save(
-        lb.concat([whole.isel(sample=[0]), whole.isel(sample=[1])]), tmp_path / "run.zarr"
-    )
+    parts = [whole.isel(sample=[0]), whole.isel(sample=[1])]
+    path = lb.save(lb.concat(parts), tmp_path / "run.zarr")
     runs = json.loads((path / "zarr.json").read_text())["attributes"]["runs"]
     runs[0]["made"].pop("identity")
     setting("runs", runs)(path)
@@ -164,9 +163,8 @@ def test_what_is_as_it_was_is_read_without_a_word(sound, whole):
 
 def test_words_of_variables_stay_with_runs_and_parts_of_them(whole, tmp_path):
     parts = [whole.isel(sample=[0]), whole.isel(sample=[1])]
-    for number, ds in enumerate(
-        [whole.isel(layer=[1]), lb.concat(parts), lb.diff(whole, whole), whole]
-    ):
+    runs = [whole.isel(layer=[1]), lb.concat(parts), lb.diff(whole, whole), whole]
+    for number, ds in enumerate(runs):
         for name in (f"{number}.zarr", f"{number}.nc"):
             assert lb.load(lb.save(ds, tmp_path / name), damaged="refuse").sizes == ds.sizes
     noted = whole.copy()
@@ -187,11 +185,9 @@ def test_words_of_variables_stay_with_runs_and_parts_of_them(whole, tmp_path):
 def test_a_finished_run_is_not_taken_up_when_it_is_damaged(sound, tmp_path):
     run = Path(shutil.copytree(sound, tmp_path / "run.zarr"))
     without_chunk("yudin")(run)
-    options = {"out": run, "resume": True}
+    options = {**OPTIONS, "out": run, "resume": True}
     bert = json.loads((run / "zarr.json").read_text())["attributes"]["model"]
-    refused(
-        lambda: lb.compare(bert, TEXTS, **OPTIONS, **options), EVERYWHERE, error=AlteredRunError
-    )
+    refused(lambda: lb.compare(bert, TEXTS, **options), EVERYWHERE, error=AlteredRunError)
 
 
 def test_what_is_not_there_is_not_compared(gpt2_run):

@@ -110,10 +110,9 @@ def test_without_both_upper_ends_there_is_no_enclosure(whole, tuned):
 
 
 def test_zero_has_no_ratio(whole):
-    runs = [lb.compare([random_attention("plain").double()], bounds="none", progress=False)] * 2
-    zero = random_attention("plain").double()
-    zero = Attention(zero.x, zero.w_q, zero.w_k, zero.w_v * 0)
-    runs[0] = lb.compare([zero], bounds="none", progress=False)
+    plain = random_attention("plain").double()
+    zero = Attention(plain.x, plain.w_q, plain.w_k, plain.w_v * 0)
+    runs = [lb.compare([one], bounds="none", progress=False) for one in (zero, plain)]
     with pytest.warns(Notice):
         ds = lb.diff(*runs)
     assert ds["ratio"].isnull().all()
@@ -131,10 +130,7 @@ def test_zero_has_no_ratio(whole):
         (lambda run: run.isel(sample=[0, 1]), ["other samples, or other tokens"]),
         (lambda run: run.isel(layer=[1]), ["layer is [0, 1] in a and [1] in b; measure both"]),
         (lambda run: run.isel(head=[1]), ["head is ", " in a and [1] in b"]),
-        (
-            lambda run: run.assign(exact=run["exact"] * 2),
-            ["b (", "is not as it was computed: its numbers at every sample"],
-        ),
+        (lambda run: run.assign(exact=run["exact"] * 2), ["b (", "is not as it was computed: its"]),
         (lambda run: run.drop_vars("yudin"), ["variables that it was made with were left out"]),
     ],
 )

@@ -117,9 +117,8 @@ def test_what_is_missing_is_told():
 
 
 def test_a_geometric_mean_of_negative_logits_is_none(bert):
-    ds = lb.compare(
-        bert, TEXTS, bounds="none", extras="largest_logit", max_length=8, progress=False
-    )
+    options = {"bounds": "none", "extras": "largest_logit", "progress": False}
+    ds = lb.compare(bert, TEXTS, max_length=8, **options)
     ds["largest_logit"][:] = 2.0
     ds["largest_logit"][0, 0, 0] = -1.0
     table = lb.tables.breakdown(ds)
@@ -129,15 +128,10 @@ def test_a_geometric_mean_of_negative_logits_is_none(bert):
 
 def test_a_monitor_follows_them():
     model, logged = build(AFFINE["gpt2"]), dict[int, dict[str, float]]()
-    monitor = lb.Monitor(
-        model,
-        inputs_for(model),
-        every=1,
-        extras=["wqk_norm", "qk_clip", "largest_logit", "kappa_softmax", "rho_ln"],
-        tau=0.1,
-        threshold={"wqk_norm": 1e6},
-        log=lambda numbers, step: logged.__setitem__(step, numbers),
-    )
+    how = {"extras": ["wqk_norm", "qk_clip", "largest_logit", "kappa_softmax", "rho_ln"]}
+    how |= {"log": lambda numbers, step: logged.__setitem__(step, numbers)}
+    how |= {"tau": 0.1, "threshold": {"wqk_norm": 1e6}}
+    monitor = lb.Monitor(model, inputs_for(model), every=1, **how)
     for step in range(2):
         monitor.step(step)
         with torch.no_grad():

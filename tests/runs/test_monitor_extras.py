@@ -12,6 +12,7 @@ from support import trainers
 from support.commands import refused
 from support.models import AFFINE, GPT2, MODERN, build, inputs_for
 from support.trainers import IDS, NO_DROPOUT, train
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as FUNCTIONS
 
 import lipbound as lb
 from lipbound.errors import Notice
@@ -28,22 +29,15 @@ def of_gpt2(model):
     width, heads = GPT2["n_embd"], GPT2["n_head"]
     found = {name: [] for name in OF_WEIGHTS}
     for block in model.transformer.h:
-        both, out = (
-            getattr(block.attn, one).weight.detach().double() for one in ("c_attn", "c_proj")
-        )
-        q, k, v = (
-            t.reshape(width, heads, -1).transpose(0, 1).numpy() for t in both.split(width, 1)
-        )
-        o = out.reshape(heads, -1, width).numpy()
-        for h in range(heads):
-            for which, w in (
-                ("wqk", q[h] @ k[h].T / (width // heads) ** 0.5),
-                ("wov", v[h] @ o[h]),
-            ):
-                values = np.linalg.svd(w, compute_uv=False)
-                found[f"{which}_norm"].append(values[0])
-                found[f"{which}_stable_rank"].append((values**2).sum() / values[0] ** 2)
-    return {name: np.reshape(one, (-1, heads)) for name, one in found.items()}
+        weights = block.attn.c_attn.weight.detach().double().split(width, 1)
+        q, k, v = (w.unflatten(1, (heads, -1)).transpose(0, 1).numpy() for w in weights)
+        o = block.attn.c_proj.weight.detach().double().unflatten(0, (heads, -1)).numpy()
+        qk = q @ k.transpose(0, 2, 1) / (width // heads) ** 0.5
+        for which, product in (("wqk", qk), ("wov", v @ o)):
+            values = np.linalg.svd(product, compute_uv=False)
+            found[f"{which}_norm"].append(values[:, 0])
+            found[f"{which}_stable_rank"].append((values**2).sum(1) / values[:, 0] ** 2)
+    return {name: np.stack(one) for name, one in found.items()}
 
 
 def test_extras_between_norms_are_those_of_the_weights(tmp_path):
@@ -123,9 +117,8 @@ def test_extras_are_drawn_over_steps_and_of_batches_not_verified(tmp_path):
     found = lb.verify(single, model=model, data=IDS)
     assert found.ok, found
     assert "batch_logit" not in found.table.index
-    assert (
-        found.notes[-1] == "batch_logit is of batches of the training, and cannot be computed again"
-    )
+    note = "batch_logit is of batches of the training, and cannot be computed again"
+    assert found.notes[-1] == note
 
 
 def test_steps_that_come_again_are_replaced_and_alarms_are_told(tmp_path):
@@ -192,18 +185,16 @@ def test_logits_of_batches_are_those_of_a_capture(name, padded):
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     model.set_attn_implementation("sdpa")
-    expected = np.stack(
-        [att.statistics()["largest_logit"].amax(0).numpy() for att in lb.capture(model, inputs)]
-    )
+    logits = (att.statistics()["largest_logit"] for att in lb.capture(model, inputs))
+    expected = torch.stack([one.amax(0) for one in logits])
     monitor = lb.Monitor(model, inputs, every=2, extras="batch_logit")
     monitor.step(1)
     model.train()
     with torch.no_grad():
         model(**inputs)
     model.eval()
-    model(
-        **inputs | {one: t.flip(-1) for one, t in inputs.items() if "ids" in one}
-    )  # does not count
+    # does not count
+    model(**inputs | {one: t.flip(-1) for one, t in inputs.items() if "ids" in one})
     ds = monitor.step(2)
     for sample in range(ds.sizes["sample"]):
         np.testing.assert_allclose(ds["batch_logit"][sample], expected, rtol=1e-4, atol=1e-6)
@@ -239,22 +230,17 @@ def test_what_cannot_be_watched():
     assert bool(ds["batch_logit"].isnull().all())
     model.set_attn_implementation("eager")
     refused(partial(watch, extras="batch_logit"), "batch_logit needs attention 'sdpa'")
-    with pytest.raises(RuntimeError, match="stopped"):
-        stopped(monitor, trainers.decoder().train())
 
 
-def stopped(monitor, model):
-    """A pass that fails leaves the attention functions of transformers as they were."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as FUNCTIONS
-
-    other, before = lb.Monitor(model, IDS, every=1, extras="batch_logit"), FUNCTIONS["sdpa"]
-    other.step(0)
+def test_a_pass_that_fails_leaves_the_functions_of_attention_as_they_were():
+    model = trainers.decoder()
+    monitor, before = lb.Monitor(model, IDS, every=1, extras="batch_logit"), FUNCTIONS["sdpa"]
+    monitor.step(0)
 
     def stop(*_):
         raise RuntimeError("stopped")
 
     model.transformer.h[0].attn.c_proj.register_forward_pre_hook(stop)
-    try:
+    with pytest.raises(RuntimeError, match="stopped"):
         model(IDS)
-    finally:
-        assert FUNCTIONS["sdpa"] is before
+    assert FUNCTIONS["sdpa"] is before

@@ -70,10 +70,8 @@ def test_numbers_are_those_of_token_norm_and_of_dense_jacobians(norm, map, bert,
 
 
 def test_padding_and_blocks_change_nothing(norm, bert):
-    whole, single = (
-        lb.compare(bert, TEXTS, norm=norm, layers=[0], memory=memory, **OPTIONS)
-        for memory in ("1GB", 1)
-    )
+    options = {"norm": norm, "layers": [0], **OPTIONS}
+    whole, single = (lb.compare(bert, TEXTS, memory=most, **options) for most in ("1GB", 1))
     assert (whole.attrs["block"], single.attrs["block"]) == (len(TEXTS), 1)
     for one, other in ((whole, single), (single, whole)):
         # both enclose one number, up to float32 in the model

@@ -48,9 +48,8 @@ def test_norms_of_tokens_are_of_self_attention():
     ids = torch.tensor([[5, 9, 3, 17, 8]])
     batch = {"input_ids": ids, "decoder_input_ids": ids}
     options = {"norm": "every-token", "progress": False}
-    refused(
-        lambda: lb.compare(model, batch, **options), "not cover cross-attention, such as layer 2 ("
-    )
+    words = "not cover cross-attention, such as layer 2 ("
+    refused(lambda: lb.compare(model, batch, **options), words)
     ds = lb.compare(model, batch, layers=[0, 1], **options)
     assert bool((ds["exact_upper"] >= ds["exact"]).all())
 

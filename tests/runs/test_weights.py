@@ -41,40 +41,37 @@ def test_every_family_is_tested():
     assert {model.config.model_type for model in models} == {*FAMILIES}
 
 
+def not_read(model, *words, error=CaptureError):
+    refused(partial(lb.weight_norms, model), *words, error=error)
+
+
 @pytest.mark.parametrize("name", ["electra", "GPT-NeoX", "OLMo 2", "T5 encoder"])
 def test_others_are_refused(name):
     model = build((AFFINE | MODERN)[name])
-    refused(
-        partial(lb.weight_norms, model), "weights are found by name", "compare(", error=CaptureError
-    )
+    not_read(model, "weights are found by name", "compare(")
 
 
 def test_what_is_no_plain_weight_is_refused(tmp_path):
     crossed = tf.BertModel(tf.BertConfig(**TEXT, is_decoder=True, add_cross_attention=True))
-    refused(partial(lb.weight_norms, crossed), "add_cross_attention", error=CaptureError)
-    refused(
-        partial(lb.weight_norms, torch.nn.Linear(2, 2)), "and this is Linear", error=CaptureError
-    )
-    centred = partial(lb.weight_norms, build(MODERN["Phi, q/k-norm"]))
-    refused(centred, "phi with qk_layernorm", "compare(", error=CaptureError)
+    not_read(crossed, "add_cross_attention")
+    not_read(torch.nn.Linear(2, 2), "and this is Linear")
+    not_read(build(MODERN["Phi, q/k-norm"]), "phi with qk_layernorm", "compare(")
     model = build(MODERN["Llama"])
     torch.nn.utils.parametrizations.weight_norm(model.layers[1].self_attn.k_proj)
-    refused(
-        partial(lb.weight_norms, model), "layers.1.self_attn", "plain linear", error=CaptureError
-    )
+    not_read(model, "layers.1.self_attn", "plain linear")
     hooked = build(MODERN["Llama"])
     part = hooked.layers[1].self_attn
     for module, words in ((part, "hooks of its own"), (part.o_proj, "has hooks on Linear")):
         hook = module.register_forward_hook(lambda *_: None)
-        refused(partial(lb.weight_norms, hooked), "layers.1.self_attn", words, error=CaptureError)
+        not_read(hooked, "layers.1.self_attn", words)
         hook.remove()
     part.__class__ = type("Own", (type(part),), {"__module__": "mine"})
-    refused(partial(lb.weight_norms, hooked), "(Own) is not as transformers", error=CaptureError)
+    not_read(hooked, "(Own) is not as transformers")
     model = build(AFFINE["gpt2"])
     with torch.no_grad():
         model.h[1].attn.c_proj.weight[0, 0] = torch.nan
-    refused(partial(lb.weight_norms, model), "h.1.attn", "NaN", error=CheckpointError)
-    refused(partial(lb.weight_norms, "no-such-folder/x/y"), "no directory", error=CheckpointError)
+    not_read(model, "h.1.attn", "NaN", error=CheckpointError)
+    not_read("no-such-folder/x/y", "no directory", error=CheckpointError)
 
 
 def test_one_layer_is_in_memory_at_a_time(tmp_path, monkeypatch):
@@ -123,10 +120,9 @@ def test_it_is_a_run(tmp_path):
     np.testing.assert_allclose(table["wov_norm"], ds["wov_norm"].values.ravel())
     for format in ("latex", "markdown", "csv"):
         assert lb.tables.render(ds, format, by="layer")
-    figure = lb.plots.heatmaps(ds, tmp_path / "weights.pdf")
-    assert [axes.get_title() for axes in figure.axes if axes.get_title()] == [
-        ds[name].attrs["label"] for name in OF_WEIGHTS
-    ]
+    drawn = lb.plots.heatmaps(ds, tmp_path / "weights.pdf").axes
+    labels = [ds[name].attrs["label"] for name in OF_WEIGHTS]
+    assert [axes.get_title() for axes in drawn if axes.get_title()] == labels
     caption = (tmp_path / "weights.caption.txt").read_text(encoding="utf-8")
     assert "Lipschitz" not in caption + lb.cite(ds, "text")
     info = json.loads(said(f"info {path} --json"))
