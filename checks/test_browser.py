@@ -356,13 +356,8 @@ def test_hostile_names_are_text(opened: Any, hostile: xr.Dataset) -> None:
     # the panel's title
     assert "</script><img src=x onerror" in browser.find_element(By.ID, "maps").text
     Select(browser.find_element(By.ID, "bound")).select_by_value("yudin")
-    shown = [
-        scale["names"]
-        for scale in contents(
-            hostile,
-            "x",
-        )["scales"]
-    ]
+    page = contents(hostile, "x", "mean", 0, (None, [], ""))
+    shown = [scale["names"] for scale in page["scales"]]
     mouse(browser, [name for names in shown for name in names].index("yudin"), 0, 0, click=True)
     wait(lambda: "<img" in status(browser)["text"])
     assert "left out" in browser.find_element(By.ID, "detail-reason").text
