@@ -33,7 +33,7 @@ class TensorErrors(NamedTuple):
         q, k, v: lengths of the queries, centred keys and centred values.
         q_error, k_error, v_error: their distances from those of exact arithmetic (centred at the
             same points).
-        q_slope, k_slope, v_slope: how much faster than a token its query, key or value can move;
+        q_slope, k_slope, v_slope: Lipschitz constants of query, key and value as maps of a token;
             the Frobenius norm of the projection without variants.
         q_slope_error, k_slope_error, v_slope_error: distances of the computed derivatives from the
             exact ones.

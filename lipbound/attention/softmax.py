@@ -19,8 +19,8 @@ _ROWS = 2**21
 STEPS = 40
 """Steps of Newton's iteration at most."""
 FAR_LOOK = 6
-"""Steps between two looks at rows on a GPU, which waits for every look: as many as nearly all rows
-take."""
+"""Steps between two looks at rows on a GPU, which waits for every look: nearly all rows have
+settled at the first."""
 FIRST, FAR_FIRST = 8, 32
 """Rows of each matrix that are solved for first, those with the largest g_1: on a CPU and on a GPU,
 for which more rows are little more work."""
@@ -70,7 +70,7 @@ def _enclosed(rows: Tensor, max_iterations: int = STEPS) -> Routine[Enclosure]:
 def normalised(p: Tensor) -> Tensor:
     """Return rows in float64 that sum to one; all-zero rows stay.
 
-    float32 rows do not, well enough for Theorem 4 of Yudin et al.
+    Rows normalised in float32 miss one by too much for Theorem 4 of Yudin et al.
     """
     p = p.double()
     total = p.sum(-1, keepdim=True)
@@ -221,8 +221,8 @@ def top_eigenvector(p: Tensor) -> Tensor:
 def largest_entry_norm(p: Tensor) -> Tensor:
     r"""Return :math:`\|M(p)\|_{\infty \to \infty} = \max_i 2 p_i (1 - p_i)` of every row.
 
-    It bounds the norm in every l_p (Nair 2025). It is that of :math:`\ell_1` too. :math:`1 - p_i`
-    is the sum of the other entries, from which nothing cancels: Lemma 100
+    It bounds the norm in every l_p (Nair 2025); the norm in :math:`\ell_1` is the same.
+    :math:`1 - p_i` is the sum of the other entries, from which nothing cancels: Lemma 100
     (docs/theory/token_bounds.md).
 
     Args:
@@ -244,7 +244,7 @@ def splitting_bound(p: Tensor) -> Tensor:
     r"""Return a cheap upper value of :math:`\theta(p)` of every row.
 
     :math:`\theta(p) = \|M(p)\|_{\infty \to 1} = 4 \max_S p(S)(1 - p(S))` over subsets S of the
-    entries (Emadi 2026) is what the sum of all changes of probabilities can be when no score
+    entries (Emadi 2026) is the largest sum of changes of probabilities when no score
     changes by more than 1. The value is :math:`4 p_{(1)} (1 - p_{(1)})` where the largest entry is
     at least 1/2, which is exact, and 1 elsewhere: Lemma 101 (docs/theory/token_bounds.md). The
     factor :math:`1 - p_{(1)}` is the sum of the other entries, from which nothing cancels.

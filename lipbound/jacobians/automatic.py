@@ -1,7 +1,8 @@
 """Jacobians of heads by automatic differentiation of the module that computes them.
 
-Functions of others say themselves what their derivatives are, or have none of second order.
-Products are therefore compared with differences of outputs, and taken in the first way that agrees.
+Functions of other packages may declare a derivative that is not theirs, or lack a second one. J x
+is therefore computed in up to three ways, of which the first that agrees with differences of
+outputs is taken.
 """
 
 import copy
@@ -22,8 +23,8 @@ _STEPS = (1e-6, 1e-8, 1e-4, 1e-3)
 AGREES, TRANSPOSED = 1e-4, 1e-5
 """Relative errors of differences, and of products with J and its transpose, that are allowed."""
 ROUNDED = 1e-7
-"""Derivatives of this part of what outputs may be expected to change by are of heads that hardly
-move, as where every probability is one or zero: `TRANSPOSED` of that is rounding."""
+"""Least size of J x, relative to |y| / |x|, that errors are measured by: in heads that hardly move,
+as where every probability is one or zero, rounding would look like a wrong derivative else."""
 ASSEMBLED = 2**26
 """Number of entries of matrices that are put together row by row."""
 
@@ -80,7 +81,7 @@ class AutomaticJacobian(JacobianOperator):
         raise AttentionError(
             "automatic differentiation does not give the derivative of a layer that has no closed "
             f"form ({'; '.join(whys)}): leave it out (layers=), give fewer tokens, or replace the "
-            "functions of its module that have no derivative or another than their own"
+            "functions of its module that have no derivative, or declare one that is not theirs"
         )
 
     def _twice(self) -> Product:

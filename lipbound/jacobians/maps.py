@@ -1,6 +1,6 @@
 """Maps that are measured: one head, all heads, or the layer with what stands around it.
 
-And the Jacobians of those that are of a whole layer.
+The Jacobians of whole layers are here, too.
 """
 
 from dataclasses import dataclass

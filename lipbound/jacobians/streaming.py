@@ -25,10 +25,9 @@ STREAMED_BYTES = {"cpu": 2**23, "cuda": 2**29}
 SCORE_BYTES = 20
 """Bytes for one entry of P while it is computed in float64, and in the products."""
 LONG = 1024
-"""Tokens from which whole attention matrices are not formed where not most of their entries are
-allowed."""
+"""Tokens from which P is formed in blocks where a mask allows at most `FEW` of its entries."""
 FEW = 0.6
-"""Share of them up to which blocks that are formed for themselves are the faster."""
+"""Largest share of allowed entries at which blocks are faster than all of P."""
 
 
 BY_ROWS = ContextVar("by_rows", default=False)
@@ -36,7 +35,7 @@ BY_ROWS = ContextVar("by_rows", default=False)
 
 
 def by_rows_if_full(att: Attention, measure: Callable[[], T]) -> T:
-    """Return what is measured of a layer; where memory runs out, of rows of P at a time.
+    """Call ``measure``, and where memory runs out call it again, with P formed by rows.
 
     Raises:
         MemoryFullError: they do not fit either.
@@ -81,7 +80,7 @@ def whole_bytes(device: torch.device) -> float:
 
 
 def _blocks(att: Attention) -> RowBlocks:
-    """Blocks of as many rows as memory allows, no more than products need where a mask forbids."""
+    """Blocks as large as memory allows; on a CPU of few rows where a mask forbids entries."""
     most = STREAMED_BYTES.get(att.device.type, STREAMED_BYTES["cpu"]) // 8
     rows = widest = att.tokens
     if att.device.type == "cpu" and not (att.mask is None and att.valid is None):

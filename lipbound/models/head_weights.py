@@ -41,7 +41,7 @@ def head_weights(model: nn.Module) -> Iterator[tuple[str, list[Tensor], float]]:
     """
     config = getattr(model, "config", None)
     kind = getattr(config, "model_type", type(model).__name__)
-    instead = "compare(..., extras='wqk_norm') reads any model's off a forward pass"
+    instead = "compare(..., extras='wqk_norm') reads them off a forward pass of any model"
     found = [(name, part) for name, part in model.named_modules() if _names(part)]
     types = {getattr(getattr(part, "config", None), "model_type", kind) for _, part in found}
     if not types or not types <= {*FAMILIES}:
@@ -74,10 +74,12 @@ def _names(part: nn.Module) -> tuple[str, ...]:
 
 def _inputs(name: str, part: Any) -> tuple[list[Tensor], float]:
     """Return projections of queries, keys and values, (heads, D, d), and the factor of scores."""
-    width = getattr(part, "head_dim", None) or getattr(part, "attention_head_size", None)
-    if width is None or not isinstance(scale := getattr(part, "scaling", None), float):
+    width: Any = getattr(part, "head_dim", None) or getattr(part, "attention_head_size", None)
+    plain = getattr(part, "scale_attn_weights", False) and not part.scale_attn_by_inverse_layer_idx
+    scale = getattr(part, "scaling", width**-0.5 if plain else None)  # older GPT-2 does not say it
+    if width is None or not isinstance(scale, float):
         what = f"{name} ({type(part).__name__}) does not say its heads' width and factor"
-        raise CaptureError(f"{what}, as in transformers 5; install that, or take compare")
+        raise CaptureError(f"{what}, as in newer transformers; upgrade it, or take compare")
     found = [_matrix(name, getattr(part, one)) for one in _names(part)]
     if len(found) == 1:
         keys = width * (getattr(part.config, "num_key_value_heads", 0) or 0)

@@ -125,7 +125,7 @@ def log10(ds: xr.Dataset, names: Iterable[str], reduce: str | float, over: Over 
 def scales(ds: xr.Dataset, grids: Grids, how: str, limits: Limits = None) -> list[Scale]:
     """The colour bars of a figure, in the order in which their panels stand.
 
-    Extras have a bar each, whatever the way.
+    Extras have a bar each, whatever ``how`` is.
 
     Args:
         ds: a run.

@@ -434,7 +434,7 @@ def quantity(ds: xr.Dataset, name: str, end: End = None) -> xr.Variable:
         return there[name if end is None else f"{name}_{('lower', 'upper')[end]}"]
     if name in EXTRA_WIDTHS:
         width = 0 if end is None else (end - 0.5) * EXTRA_WIDTHS[name]
-        return (there[name] + width * abs(there[name])).clip(max=MOST.get(name))
+        return (there[name] + width * abs(there[name])).clip(max=MOST.get(name, np.inf))
     of = "exact" if name == "exact" else schema.compared_with(ds, name)
     exact = there[of]
     norms = [exact * (1 - allowance(of)), exact * (1 + float(ds.attrs["tol"]))]

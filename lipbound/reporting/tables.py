@@ -168,7 +168,7 @@ def text_table(table: Table, width: str | float | None = None) -> str:
 
 def _block(table: Table, widths: Mapping[str, float]) -> list[str]:
     """Headings, a rule and rows of some columns: words to the left, numbers to the right."""
-    grid = Grid(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    grid = Grid(box=None, padding=(0, 2, 0, 0))
     for title, wide in widths.items():
         said = Text("\n".join(heading(title, wide)))
         side: Any = "left" if title in WORDS else "right"

@@ -42,8 +42,9 @@ def concat(runs: Iterable[object]) -> xr.Dataset:
     whole = [run_of(run) for run in given]
     if any(schema.STEP in one.coords for one in whole):
         raise StoreError("runs over steps of training are not put together; give other runs")
-    parts = [part for run in whole for part in split(run)]
-    for number, part in enumerate(parts):
+    numbered = [(number, part) for number, run in enumerate(whole) for part in split(run)]
+    parts = [part for _, part in numbered]
+    for number, part in numbered:
         _check(part, number, parts[0])
     samples = _table(parts)
     # parts of one run are from one run

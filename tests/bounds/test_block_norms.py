@@ -5,6 +5,7 @@ import pytest
 import torch
 from support.checks import close, refused
 from support.variants import MASKS, layer
+from torch.autograd.functional import jacobian
 
 import lipbound as lb
 from lipbound.bounds.ours import block_norms, pairwise, pairwise_variants, token_block_norms
@@ -94,7 +95,7 @@ def test_rows_that_leave_next_to_nothing(exponent):
 def slopes_of(att, side):
     """Derivatives of the first head's queries or keys by their own tokens, (n, d, D), of one
     sample, by autograd."""
-    found = torch.func.jacrev(lambda x: getattr(att.at(x), side)[0, 0])(att.x)[:, :, 0]
+    found = jacobian(lambda x: getattr(att.at(x), side)[0, 0], att.x)[:, :, 0]
     return found.diagonal(dim1=0, dim2=2).movedim(-1, 0)
 
 

@@ -168,16 +168,10 @@ COMMON += ("Phi, q/k-norm", "gpt-oss", "ModernBERT", "T5 encoder")
 """One of every kind of attention among them."""
 
 
-UNBUILT = dict.fromkeys(
-    ("Phi", "Phi, q/k-norm", "StableLM, q/k-norm"), "configurations without pad_token_id fail"
-)
-"""Families that older versions of transformers do not build."""
-
-
 LATER = {"gpt2 scaled by layer": "GPT-2 scales in the function it calls"}
 
 
-@pytest.mark.parametrize("family", marked(ALL, UNBUILT | LATER))
+@pytest.mark.parametrize("family", marked(ALL, LATER))
 def test_captured(family):
     model = build(ALL[family])
     before = model.config._attn_implementation
@@ -198,7 +192,7 @@ def test_captured(family):
 
 @pytest.mark.each_value(family=COMMON)
 @pytest.mark.parametrize(
-    "family", marked(DENSE, UNBUILT | {"T5 encoder": "the softmax of its module is in float32"})
+    "family", marked(DENSE, {"T5 encoder": "the softmax of its module is in float32"})
 )
 def test_jacobian_is_that_of_the_models_own_module(family):
     """Dense SVD of autograd through the model's eager attention module, in float64, against ours;

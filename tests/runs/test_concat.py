@@ -105,6 +105,7 @@ def test_runs_that_do_not_agree(bert, whole, other):
         ([whole, whole], "is in 2 of the runs, and must be in one; select"),
         (parts, "layer 1 of sample 1 of the data sha256:"),
         ([whole, other * 2], "is not as it was computed: its numbers at every sample and layer"),
+        ([lb.concat([whole, other]), other * 2], "run 2 of those given"),
         ([whole, other[["exact", "yudin"]]], "variables that it was made with were left out"),
         ([whole, other.drop_vars("checksum")], "the checksums of its numbers are missing"),
         *(

@@ -21,6 +21,7 @@ from support.commands import refused
 from support.models import AFFINE, GPT2, build, inputs_for
 from support.modules import own_norms
 from support.trainers import IDS, NO_DROPOUT, RATE, decoder, train
+from support.versions import newer_torch
 from torch import nn
 
 import lipbound as lb
@@ -482,6 +483,7 @@ def test_a_trainer_gives_the_numbers_of_a_plain_loop(tmp_path):
     assert [one["step"] for one in history if "loss" in one] == [2, 4]
 
 
+@newer_torch("2.6", "the state of an optimiser is pickled, which transformers does not read")
 def test_a_trainer_that_resumes_appends(tmp_path):
     run, options = tmp_path / "run.zarr", {"save_strategy": "steps", "save_steps": 2}
     first = decoder(**NO_DROPOUT)

@@ -47,7 +47,7 @@ AFFINE: dict[str, Make] = {
     "siglip vision": model_of("SiglipVision", **IMAGE),
 }
 LLAMA = {**TEXT, "num_key_value_heads": 2}
-WIDE = {**TEXT, "hidden_size": 32}
+WIDE = {**TEXT, "hidden_size": 32, "pad_token_id": None}
 NARROW = {**LLAMA, "head_dim": 8, "sliding_window": 4}
 MIX = ["sliding_attention", "full_attention"]
 SHORT = {"original_max_position_embeddings": 16}
