@@ -33,6 +33,7 @@ def trained():
     return model.eval(), images, labels
 
 
+@pytest.mark.slow
 def test_pixel_attacks_are_ordered(trained):
     attacks = ["clean", "fgsm-2", "pgd-2", "pgd-60", "fgsm-60", "autoattack-60"]
     found = robust_accuracy(*trained, **NORMAL, attacks=attacks)

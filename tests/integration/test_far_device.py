@@ -173,12 +173,14 @@ def without_float64():
 
 
 @made_of_numbers
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["bert", "vit", "Llama"])
 def test_models_are_captured_without_float64(without_float64, family):
     agree(without_float64(elsewhere.captured, family), 0.0, 1e-5)
 
 
 @made_of_numbers
+@pytest.mark.slow
 def test_runs_without_float64_are_measured_on_the_cpu(without_float64, bert):
     agree(without_float64(elsewhere.run, bert, {"map": "head_out"}), CLOSE["float32"])
     agree(without_float64(elsewhere.around, "bert", "residual"), CLOSE["float32"])

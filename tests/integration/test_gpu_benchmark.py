@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import pytest
 import torch
 from integration.test_readme import benchmark
 from sitegen import measured
@@ -10,6 +11,7 @@ from sitegen import measured
 from lipbound.jacobians.spectral_norm import spectral_norm
 
 
+@pytest.mark.slow
 def test_all_parts_are_measured_and_shown(tmp_path, monkeypatch):
     """And what runs beside the norms, in the dtype of the layers, finds the same ones."""
     gpu, out = benchmark("gpu"), tmp_path / "gpu.json"
