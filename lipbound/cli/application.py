@@ -33,10 +33,10 @@ SWITCHES = {
 }
 """Options that every command takes, behind its name or before it."""
 FRESH = dict.fromkeys(SWITCHES, False) | {"kept": lambda: "nothing was written"}
-"""What a command begins with: whether each of `SWITCHES` is on, and a function that says what an
-interruption leaves (``kept``)."""
+"""Initial state of every command: each of `SWITCHES`, off, and ``kept``, a function that says what
+an interruption leaves."""
 state: dict[str, Any] = dict(FRESH)
-"""The same of the running command."""
+"""State of the running command, which begins as `FRESH`."""
 
 
 class Command(TyperCommand):

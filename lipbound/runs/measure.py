@@ -40,7 +40,7 @@ from lipbound.runs.store import LayerResult
 Batch = Mapping[str, Tensor]
 """Inputs of a model by name, whose first axis is the sample."""
 Arrays = dict[str, np.ndarray]
-"""What is measured, by name, (samples, heads) each."""
+"""Measured numbers by the name of their variable, (samples, heads) each."""
 _SMALL = 1024
 """Tokens up to which samples and layers are measured side by side; the matrices of longer inputs
 keep torch's own threads busy."""
