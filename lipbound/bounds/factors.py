@@ -70,19 +70,19 @@ def weight_grams(att: Attention) -> list[Tensor]:
 @memoised
 def norm_v(att: Attention) -> Tensor:
     """Norm ||W_V||, (heads,)."""
-    return matrix_norm(wide(att).w_v, weight_grams(att)[2])
+    return matrix_norm(att.w_v, weight_grams(att)[2])
 
 
 @memoised
 def norm_q(att: Attention) -> Tensor:
     """Norm ||W_Q||, (heads,)."""
-    return matrix_norm(wide(att).w_q, weight_grams(att)[0])
+    return matrix_norm(att.w_q, weight_grams(att)[0])
 
 
 @memoised
 def norm_k(att: Attention) -> Tensor:
     """Norm ||W_K||, (heads,)."""
-    return matrix_norm(wide(att).w_k, weight_grams(att)[1])
+    return matrix_norm(att.w_k, weight_grams(att)[1])
 
 
 def turn(att: Attention) -> float:
@@ -177,7 +177,7 @@ def frobenius(att: Attention) -> Tensor:
 @memoised
 def norm_x(att: Attention) -> Tensor:
     """Spectral norm ||X||, (samples, 1)."""
-    return matrix_norm(wide(att).x[:, None])
+    return matrix_norm(att.x[:, None])
 
 
 @memoised

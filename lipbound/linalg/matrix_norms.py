@@ -95,12 +95,11 @@ def matrix_norm(w: Tensor, known: Tensor | None = None) -> Tensor:
         w: the matrices.
         known: their `gram_of`, where it is at hand.
     """
-    whole, size, bad = w.detach().double(), None, None
-    gram = gram_of(whole) if known is None else known
-    near, (m, n) = w.device.type == "cpu", w.shape[-2:]
+    gram = gram_of(w.detach().double()) if known is None else known
+    near, (m, n), size, bad = w.device.type == "cpu", w.shape[-2:], None, None
     traces = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
     if near and not bool(((traces > 1 / GRAM_RANGE) & (traces < GRAM_RANGE)).all()):
-        fixed, _, size, bad = ordinary(whole)
+        fixed, _, size, bad = ordinary(w)
         gram = gram_of(fixed)
     squares = gram.diagonal(dim1=-2, dim2=-1)
     rounding = 2 * gamma(2 * (m + n) + 4) * squares.sum(-1)
