@@ -213,7 +213,7 @@ class Capturer:
         attention, error, name = through_module(call, stream, padding, why)
         kind = type(call.module).__name__
         start = rf"^layer {re.escape(call.name)}( \({kind}\))?: ({kind} )?"
-        why = re.sub(start, "", why).removesuffix(", which is not supported")
+        why = re.sub(start, "", why).removesuffix(recording.UNSUPPORTED)
         key = kind, re.sub(r"\d[\d.e+-]*", "", why)  # numbers of layers and errors are their own
         if self.closed and key not in self._told:
             self._told.add(key)

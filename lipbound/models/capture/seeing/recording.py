@@ -30,6 +30,8 @@ WAYS = (
     "by lipbound.linalg.operator_norm.operator_norm; closed=False needs attention that is seen, too"
 )
 """Advice that ends the error about a model in which no attention is seen."""
+UNSUPPORTED = ", which is not supported; layers= leaves it out"
+"""End of the error about something that a layer does."""
 NAMED = 4
 """Number of modules that a sentence names."""
 _ATTENTION = "attention|attn|mhs?a"
@@ -216,7 +218,7 @@ class Call(Heads):
     def unsupported(self, what: str, kind: type[CaptureError] = CaptureError) -> CaptureError:
         """Return the error, of some kind, about something that the layer does."""
         owner = type(self.module).__name__
-        return kind(f"layer {self.name}: {owner} {what}, which is not supported")
+        return kind(f"layer {self.name}: {owner} {what}{UNSUPPORTED}")
 
 
 def moved(value: Any, device: torch.device, copies: dict[int, Any]) -> Any:
