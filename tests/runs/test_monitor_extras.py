@@ -238,6 +238,7 @@ def test_what_cannot_be_watched():
     refused(partial(watch, extras="batch_logit"), "batch_logit needs attention 'sdpa'")
 
 
+@WATCHED
 def test_a_pass_that_fails_leaves_the_functions_of_attention_as_they_were():
     model = trainers.decoder()
     monitor, before = lb.Monitor(model, IDS, every=1, extras="batch_logit"), FUNCTIONS["sdpa"]
