@@ -7,10 +7,9 @@ the others does not wait for it. Functions of tests are not annotated: no type c
 
 import os
 
-# small matrices: more threads wait for each other
-os.environ.setdefault("LIPBOUND_TESTS_THREADS", "1")
-# read when torch is imported, here and in processes that tests start
-os.environ["OMP_NUM_THREADS"] = os.environ["LIPBOUND_TESTS_THREADS"]
+# small matrices: more threads wait for each other. OMP_NUM_THREADS is read when torch is imported,
+# here and in processes that tests start
+os.environ["OMP_NUM_THREADS"] = os.environ.setdefault("LIPBOUND_TESTS_THREADS", "1")
 
 import gc
 import hashlib

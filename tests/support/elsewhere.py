@@ -130,11 +130,9 @@ def captured(family: str) -> Pairs:
 
 def run(folder: Path, options: dict[str, Any]) -> Pairs:
     """A whole run of a checkpoint's directory."""
-    options = {"tol": 1e-3 if "norm" in options else 1e-5, "samples": 2} | options
-    runs = [
-        lb.compare(folder, max_length=8, progress=False, device=device, **options)
-        for device in ("cpu", NAME)
-    ]
+    usual = {"tol": 1e-3 if "norm" in options else 1e-5, "samples": 2, "max_length": 8}
+    options = usual | {"progress": False} | options
+    runs = [lb.compare(folder, device=device, **options) for device in ("cpu", NAME)]
     assert runs[1].attrs["device"].startswith(NAME)  # and the name of a GPU
     allowed = dict.fromkeys(("exact", "exact_upper"), options["tol"])
     measured = [name for name, values in runs[0].items() if values.dtype.kind == "f"]
@@ -159,10 +157,8 @@ def decompositions() -> set[str]:
 
 def figure_of(name: str) -> Pairs:
     """What a paper's figure measures of a small decoder."""
-    runs = [
-        figure_named(name).compute(Setting("builtin:gpt2", samples=1, device=device))
-        for device in ("cpu", NAME)
-    ]
+    sides = [Setting("builtin:gpt2", samples=1, device=device) for device in ("cpu", NAME)]
+    runs = [figure_named(name).compute(one) for one in sides]
     return {name: (_numbers(runs[0]), _numbers(runs[1]), 1e-3)}
 
 
