@@ -7,10 +7,9 @@ the others does not wait for it. Functions of tests are not annotated: no type c
 
 import os
 
-# small matrices: more threads wait for each other
-os.environ.setdefault("LIPBOUND_TESTS_THREADS", "1")
-# read when torch is imported, here and in processes that tests start
-os.environ["OMP_NUM_THREADS"] = os.environ["LIPBOUND_TESTS_THREADS"]
+# small matrices: more threads wait for each other. OMP_NUM_THREADS is read when torch is imported,
+# here and in processes that tests start
+os.environ["OMP_NUM_THREADS"] = os.environ.setdefault("LIPBOUND_TESTS_THREADS", "1")
 
 import gc
 import hashlib
@@ -22,6 +21,9 @@ from support.selection import combinations_left_out
 import lipbound as lb
 from lipbound import signs
 
+gc.set_threshold(
+    0
+)  # never, until tests are collected: hardly anything of what is imported is garbage
 signs.PAUSE = 3600.0  # on a busy machine any test may take longer than the pause between lines
 
 
@@ -36,12 +38,13 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """What is imported by now stays: the garbage collector need not look at it again."""
+    """What is imported by now stays: the garbage collector need not look at it again. It looks at
+    the rest less often than by itself, which would be a twentieth of all time."""
     import torch
 
     torch.set_num_threads(int(os.environ["LIPBOUND_TESTS_THREADS"]))
-    gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture(params=KINDS)

@@ -133,7 +133,7 @@ def test_models_are_captured(there, family):
     "options",
     [
         {},
-        {"norm": "every-token", "layers": [0]},
+        {"norm": "every-token", "layers": [0], "samples": 1},
         pytest.param({"weights": "layers"}, marks=pytest.mark.slow),
         pytest.param({"map": "post_norm", "dtype": "float64"}, marks=pytest.mark.slow),
     ],

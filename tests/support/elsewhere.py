@@ -42,10 +42,13 @@ from lipbound.runs.measure import Memory
 Pairs = dict[str, tuple[list[Any], list[Any], float]]
 """By what was computed: lists of numbers, on the CPU and on the other device, and how far apart
 their methods let them be, relatively."""
+Sides = tuple[Attention, Attention]
+"""A layer on the CPU and on the other device. What is derived from it is kept for whatever is
+measured of it, as in a run."""
 METHODS: tuple[dict[str, Any], ...] = (
     {},
     {"delta": 1e-9, "vectors": True},
-    {"method": "power", "max_steps": 40},
+    {"method": "power", "max_steps": 12},
     {"method": "dense"},
 )
 TOL = {"float32": 1e-4, "float64": 1e-8}
@@ -77,38 +80,39 @@ def refusals() -> list[str]:
 
 def norms(has: tuple[str, ...], mask: str | None, dtype: str) -> Pairs:
     """Norms of every map by every method that covers it, and of L2 attention."""
-    att, found, tol = _layer(has, mask, dtype), {}, TOL[dtype]
+    sides, found, tol = _layer(has, mask, dtype), {}, TOL[dtype]
     for map, options in product(MAPS, METHODS):
         measure = partial(spectral_norm, map=map, tol=tol, **options)
         unfinished = OTHER_STARTS if options.get("method") == "power" else 0.0
-        _both(found, f"{map} {options}", att, measure, tol + unfinished)
-    _both(found, "L2", att, partial(l2_spectral_norm, tol=tol), tol)
+        _both(found, f"{map} {options}", sides, measure, tol + unfinished)
+    _both(found, "L2", sides, partial(l2_spectral_norm, tol=tol), tol)
     streaming.WHOLE_BYTES["cpu"], kept = 0, streaming.WHOLE_BYTES["cpu"]
-    _both(found, "streamed", att, partial(spectral_norm, tol=tol, delta=1e-9), tol)
+    measure = partial(spectral_norm, tol=tol, delta=1e-9)
+    _both(found, "streamed", _layer(has, mask, dtype), measure, tol)
     streaming.WHOLE_BYTES["cpu"] = kept
     return found
 
 
 def all_bounds(has: tuple[str, ...], mask: str | None, dtype: str) -> Pairs:
     """Every bound of heads and whole layers that covers them, and those over balls."""
-    att, found = _layer(has, mask, dtype), {}
+    sides, found = _layer(has, mask, dtype), {}
     for name in lb.bounds.names(None):
-        _both(found, name, att, lb.bounds.get(name))
-        _both(found, f"{name}, layer", att, partial(whole_layer, name=name))
+        _both(found, name, sides, lb.bounds.get(name))
+        _both(found, f"{name}, layer", sides, partial(whole_layer, name=name))
     for ball in ("token", "frobenius"):
         over_ball = partial(lb.bounds.over_ball, radius=0.1, ball=ball)
-        _both(found, f"ball, {ball}", att, over_ball, 4e-4)  # norms of P to 1e-4 enter it twice
-    _both(found, "attack", att, lambda one: lb.attack(one, 0.1, steps=1).norm, OTHER_STARTS)
+        _both(found, f"ball, {ball}", sides, over_ball, 4e-4)  # norms of P to 1e-4 enter it twice
+    _both(found, "attack", sides, lambda one: lb.attack(one, 0.1, steps=1).norm, OTHER_STARTS)
     return found
 
 
 def token_norms(has: tuple[str, ...], mask: str | None, dtype: str) -> Pairs:
     """Norms that tell tokens apart."""
-    att, found = _layer(has, mask, dtype), {}
+    sides, found = _layer(has, mask, dtype), {}
     for norm in TOKEN_NORMS:
         allowed = 1e-3 if norm == "every-token" else 0.0  # the others have no tolerance
-        _both(found, norm, att, partial(lb.token_norm, norm=norm, tol=1e-3), allowed)
-    _both(found, "profile", att, lb.token_profile)
+        _both(found, norm, sides, partial(lb.token_norm, norm=norm, tol=1e-3), allowed)
+    _both(found, "profile", sides, lb.token_profile)
     return found
 
 
@@ -126,11 +130,9 @@ def captured(family: str) -> Pairs:
 
 def run(folder: Path, options: dict[str, Any]) -> Pairs:
     """A whole run of a checkpoint's directory."""
-    options = {"tol": 1e-3 if "norm" in options else 1e-5} | options
-    runs = [
-        lb.compare(folder, samples=2, max_length=8, progress=False, device=device, **options)
-        for device in ("cpu", NAME)
-    ]
+    usual = {"tol": 1e-3 if "norm" in options else 1e-5, "samples": 2, "max_length": 8}
+    options = usual | {"progress": False} | options
+    runs = [lb.compare(folder, device=device, **options) for device in ("cpu", NAME)]
     assert runs[1].attrs["device"].startswith(NAME)  # and the name of a GPU
     allowed = dict.fromkeys(("exact", "exact_upper"), options["tol"])
     measured = [name for name, values in runs[0].items() if values.dtype.kind == "f"]
@@ -142,7 +144,7 @@ def run(folder: Path, options: dict[str, Any]) -> Pairs:
 
 def decompositions() -> set[str]:
     """What is decomposed there where norms of several heads are measured."""
-    att = random_attention("biases").to(NAME)
+    att = random_attention("biases").select(slice(1)).to(NAME)
     for map, wrt in (("head_out", "input"), ("head", "queries"), ("head_out", "values")):
         spectral_norm(att, map=map, wrt=wrt, delta=1e-6, vectors=True)
     for norm in TOKEN_NORMS:
@@ -155,10 +157,8 @@ def decompositions() -> set[str]:
 
 def figure_of(name: str) -> Pairs:
     """What a paper's figure measures of a small decoder."""
-    runs = [
-        figure_named(name).compute(Setting("builtin:gpt2", samples=1, device=device))
-        for device in ("cpu", NAME)
-    ]
+    sides = [Setting("builtin:gpt2", samples=1, device=device) for device in ("cpu", NAME)]
+    runs = [figure_named(name).compute(one) for one in sides]
     return {name: (_numbers(runs[0]), _numbers(runs[1]), 1e-3)}
 
 
@@ -196,7 +196,7 @@ def inputs_and_measures() -> Pairs:
             a, torch.full_like(a.x[..., 0], 1 / a.tokens)
         ),
     }.items():
-        _both(found, name, att, f)
+        _both(found, name, (att, att.to(NAME)), f)
     return found
 
 
@@ -237,9 +237,9 @@ def _ours(model: Any, inputs: dict[str, Tensor]) -> Tensor:
     return SoundPenalty()(seen)
 
 
-def _layer(has: tuple[str, ...], mask: str | None, dtype: str) -> Attention:
-    att = layer(1, frozenset(has), n=5, **({} if mask is None else {"mask": mask}))
-    return att if dtype == "float64" else att.to(torch.float32)
+def _layer(has: tuple[str, ...], mask: str | None, dtype: str) -> Sides:
+    wide = layer(1, frozenset(has), n=5, **({} if mask is None else {"mask": mask}))
+    return (att := wide.to(getattr(torch, dtype))), att.to(NAME)
 
 
 def _in_units(near: Tensor, far: Tensor) -> tuple[list[Any], list[Any], float]:
@@ -249,15 +249,15 @@ def _in_units(near: Tensor, far: Tensor) -> tuple[list[Any], list[Any], float]:
 
 
 def _both(
-    found: Pairs, name: str, att: Attention, f: Callable[[Attention], Any], allowed: float = 0.0
+    found: Pairs, name: str, sides: Sides, f: Callable[[Attention], Any], allowed: float = 0.0
 ) -> None:
     """Both results under a name; nothing where the CPU's layer is refused. ``allowed``: how far
     apart two results of f may be."""
     try:
-        near = f(att.select())
+        near = f(sides[0])
     except lb.LipboundError:
         return
-    found[name] = (_numbers(near), _numbers(f(att.to(NAME))), allowed)
+    found[name] = (_numbers(near), _numbers(f(sides[1])), allowed)
 
 
 def _numbers(result: Any) -> list[Any]:
@@ -293,15 +293,14 @@ def captures() -> list[tuple[int, int]]:
 def counts(what: str, samples: int = 1, tokens: int = 197) -> dict[str, float]:
     """Operations, reads and memory of one call on a layer of ViT-B's shape, and of one step of
     Lanczos."""
-    draw = torch.Generator().manual_seed(0)
 
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=draw)
+    def drawn(samples: int, tokens: int, heads: int, width: int, d: int) -> Attention:
+        draw = torch.Generator().manual_seed(0)
+        shapes = (samples, tokens, width), (samples, 1, width), *[(heads, width, d)] * 3
+        x, shift, q, k, v = (torch.randn(shape, generator=draw) for shape in shapes)
+        x = torch.nn.functional.layer_norm(x + 2 * shift, (width,))
+        return Attention(*(t.to(NAME) for t in (x, 0.06 * q, 0.06 * k, 0.04 * v)))
 
-    x = normal(samples, tokens, 768) + 2 * normal(samples, 1, 768)
-    x = torch.nn.functional.layer_norm(x, (768,))
-    parts = [x, *(normal(12, 768, 64) * size for size in (0.06, 0.06, 0.04))]
-    tensors = [t.to(far_device.NAME) for t in parts]
     calls = {
         "estimate": lambda att: lb.spectral_norm(att, tol=1e-4),
         "enclosure": lambda att: lb.spectral_norm(att, tol=1e-3, delta=1e-6),
@@ -309,11 +308,11 @@ def counts(what: str, samples: int = 1, tokens: int = 197) -> dict[str, float]:
         "shorter": lambda att: operator_norm(lb.HeadJacobian(att), tol=0, max_steps=12),
     }
     call = calls.get(what) or lb.bounds.get(what)
-    for _ in range(2):  # what is found once a process is not counted
-        att, held = Attention(*tensors), far_device.COUNTED
-        before = held["bytes"]
-        held.update(operations=0, reads=0, most=before)
-        call(att)
+    call(drawn(samples, 5, 2, 24, 8))  # what is found once a process is not counted
+    att, held = drawn(samples, tokens, 12, 768, 64), far_device.COUNTED
+    before = held["bytes"]
+    held.update(operations=0, reads=0, most=before)
+    call(att)
     return held | {
         "most": held["most"] - before,
         "planned": Memory.of(att.of_samples(slice(0, 1)), [what]).at(samples),
