@@ -21,9 +21,8 @@ from support.selection import combinations_left_out
 import lipbound as lb
 from lipbound import signs
 
-gc.set_threshold(
-    0
-)  # never, until tests are collected: hardly anything of what is imported is garbage
+# no collection until tests are collected: hardly anything of what is imported is garbage
+gc.set_threshold(0)
 signs.PAUSE = 3600.0  # on a busy machine any test may take longer than the pause between lines
 
 
