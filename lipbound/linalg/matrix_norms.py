@@ -5,7 +5,9 @@ they are used: what LAPACK computes is a guess until a product or a Cholesky dec
 rounding is known, confirms it. NaN stays NaN, and what is not finite has the norm NaN or infinity.
 """
 
+import numpy as np
 import torch
+from scipy.linalg.lapack import dsyevx
 from torch import Tensor
 
 from lipbound.devices import Routine, finished
@@ -124,27 +126,57 @@ def product_norms(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     :math:`R^T H R`, :math:`R R^T = G` by Cholesky's decomposition, the squared Frobenius norm the
     sum of the entries of :math:`G \circ H`. They are values, in no direction rounded, to a
     relative error of `KNOWN`; NaN where rounding, an allowance in the norms of a and b, may be
-    more, since these cancel. A product with a matrix of zeros is zero, and its stable rank NaN.
+    more, since these cancel; zero or infinite beyond the range of float64. A product with a matrix
+    of zeros is zero, and its stable rank NaN.
 
     Args:
         a: (..., m, n).
-        b: (..., k, n).
+        b: (..., k, n); the axes before are broadcast.
     """
-    g, h = (w.mT @ w for w in (a.detach().double(), b.detach().double()))
+    (g, unit), (h, other_unit) = _gram_of_columns(a.detach()), _gram_of_columns(b.detach())
     size, other = (t.diagonal(dim1=-2, dim2=-1).sum(-1) for t in (g, h))
     (m, n), k = a.shape[-2:], b.shape[-2]
+    frobenius = (g * h).sum((-1, -2))
     # more than G may lack to be positive definite, and to have a decomposition
     shift = torch.where(size > 0, (m + 8 * n + 8) * UNIT * size, 1.0)
-    eye = torch.eye(n, dtype=g.dtype, device=g.device)
-    r, failed = torch.linalg.cholesky_ex(g + shift[..., None, None] * eye)
-    square = top_eigenvalue(r.mT @ h @ r).clamp_min(0)
-    square = torch.where(size > 0, square, 0.0)
+    g.diagonal(dim1=-2, dim2=-1).add_(shift[..., None])
+    r, failed = torch.linalg.cholesky_ex(g)
+    square = (_bisected if g.device.type == "cpu" else top_eigenvalue)(r.mT @ h @ r) * (size > 0)
+    norm = square.sqrt() * unit * other_unit
     # rounding of both Gram matrices, the shift, the decomposition, products and eigenvalues
     error = (2 * m + k + 28 * n + 48) * UNIT * size * other
     known = (2 * error <= KNOWN * square) & (failed == 0)
-    nothing = torch.full_like(square, torch.nan)
-    rank = torch.where(known & (square > 0), (g * h).sum((-1, -2)) / square, nothing)
-    return torch.where(known, square.sqrt(), nothing), rank
+    return torch.where(known, norm, torch.nan), torch.where(known, frobenius / square, torch.nan)
+
+
+@np.errstate(all="ignore")
+def _gram_of_columns(w: Tensor) -> tuple[Tensor, Tensor]:
+    """Return Gram matrices of the columns of matrices (..., m, n) in some units, and these, (...).
+
+    Units are near the largest entries of matrices of float64. Squares of other types, and products
+    of two, are in the range of float64.
+    """
+    unit = torch.ones(w.shape[:-2], dtype=torch.float64, device=w.device)
+    if w.dtype == torch.float64:
+        unit = power_of_two(w.abs().amax((-1, -2)))
+        w = w / unit[..., None, None]
+    if w.device.type != "cpu" or torch.get_num_threads() > 1:  # numpy's would be in their way
+        w = w.double()
+        return w.mT @ w, unit
+    # one by one, which stays in caches, and by numpy, which finds half of a symmetric product
+    each = (one.double().numpy() for one in w.reshape(-1, *w.shape[-2:]))
+    gram = torch.from_numpy(np.stack([one.T @ one for one in each]))
+    return gram.view(*unit.shape, *gram.shape[1:]), unit
+
+
+def _bisected(g: Tensor) -> Tensor:
+    """Return largest eigenvalues of symmetric matrices on the CPU, (..., n, n) -> (...).
+
+    By bisection, without the others, each by itself; what is not finite counts as zero.
+    """
+    n, g = g.shape[-1], g.nan_to_num(0.0, 0.0, 0.0)
+    each = [dsyevx(one.T, 0, "I", il=n, iu=n)[0][0] for one in g.reshape(-1, n, n).numpy()]
+    return torch.tensor(each, dtype=torch.float64).view(g.shape[:-2])
 
 
 def gram_of(w: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ FAMILIES = (
     *("opt", "phi", "phi3", "qwen2", "qwen3", "roberta", "vit"),
 )
 """Model types of transformers whose names and layouts are known here."""
-JOINT_MAPS = ("c_attn", "qkv_proj")
+JOINT_MAPS = (("c_attn",), ("qkv_proj",))
 """Names of one linear map onto all queries, then all keys, then all values."""
 OUTPUT_MAPS = ("o_proj", "out_proj", "c_proj", "out_lin", "dense")
 """Names of the output projection, beside the others."""
@@ -30,8 +30,8 @@ def head_weights(model: nn.Module) -> Iterator[tuple[str, list[Tensor], float]]:
         model: of one of `FAMILIES`.
 
     Yields:
-        The name of the module that computes attention; W_Q and W_K (heads, D, d), W_V, shared ones
-        repeated, and W_O (heads, d, D_out); the factor of the scores.
+        The name of the module that computes attention; W_Q (heads, D, d), W_K and W_V, shared ones
+        once, and W_O (heads, d, D_out); the factor of the scores.
 
     Raises:
         CaptureError: it is of another family, has cross-attention, layer normalisations of queries
@@ -61,14 +61,14 @@ def head_weights(model: nn.Module) -> Iterator[tuple[str, list[Tensor], float]]:
             out = model.get_submodule(f"{name.rpartition('.')[0]}.output.dense")
         with weight_files.resident(out):
             w_o = _matrix(name, out)
-        if {len(t) * t.shape[2] for t in maps} != {len(w_o)}:
+        if {len(maps[0]) // len(t) * len(t) * t.shape[2] for t in maps} != {len(w_o)}:
             raise CaptureError(f"the projections of {name} do not fit each other; {instead}")
         yield name, [*maps, w_o.unflatten(0, (len(maps[0]), -1))], scale
 
 
 def _names(part: nn.Module) -> tuple[str, ...]:
     """Return the names of the maps onto queries, keys and values, or of one onto all; or none."""
-    known = (*SEPARATE, *((name,) for name in JOINT_MAPS))
+    known = (*SEPARATE, *JOINT_MAPS)
     return next((names for names in known if all(hasattr(part, name) for name in names)), ())
 
 
@@ -85,9 +85,7 @@ def _inputs(name: str, part: Any) -> tuple[list[Tensor], float]:
         keys = width * (getattr(part.config, "num_key_value_heads", 0) or 0)
         keys = keys or found[0].shape[1] // 3
         found = [*found[0].split([found[0].shape[1] - 2 * keys, keys, keys], 1)]
-    each = [t.unflatten(1, (-1, width)).transpose(0, 1) for t in found]
-    shared = ((t, len(each[0]) // len(t)) for t in each)
-    return [t if n == 1 else t.repeat_interleave(n, 0) for t, n in shared], scale
+    return [t.unflatten(1, (-1, width)).transpose(0, 1) for t in found], scale
 
 
 def _changed(part: nn.Module) -> bool:

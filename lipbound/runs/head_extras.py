@@ -33,8 +33,9 @@ def of_weights(
     without it. A layer normalisation before the layer counts as part of its input.
 
     Args:
-        projections: W_Q and W_K (heads, D, d), shared ones repeated; W_V (heads, D, d_v); W_O
-            (heads, d_v, D_out), or None: then the latter two are not known.
+        projections: W_Q (heads, D, d); W_K (heads or fewer, D, d) and W_V (as many, D, d_v), each
+            shared by as many heads that follow each other; W_O (heads, d_v, D_out), or None: then
+            the latter two are not known.
         scale: factor of the scores.
         names: which; products of which nothing is asked are left alone.
 
@@ -48,8 +49,8 @@ def of_weights(
         (OF_WEIGHTS[2:], 1.0, w_v, None if w_o is None else w_o.mT),
     ):
         if b is not None and not {norm, rank}.isdisjoint(names):
-            size, directions = product_norms(a, b)
-            found |= {norm: factor * size, rank: directions}
+            size, directions = product_norms(*(t.unflatten(0, (len(w_k), -1)) for t in (a, b)))
+            found |= {norm: factor * size.flatten(), rank: directions.flatten()}
     return {name: found[name] for name in names}
 
 

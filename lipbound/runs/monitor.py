@@ -4,6 +4,7 @@ import importlib
 import shutil
 import warnings
 import weakref
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -308,9 +309,9 @@ class Monitor:
             kind = "" if isinstance(error, LipboundError) else f"{type(error).__name__}: "
             tell(f"step {step} of the training was not measured or kept: {kind}{error}")
             return None
-        said = logged_numbers(ds, filter(ds.__contains__, self._logged), per_head=self._per_head)
         for log in self._logs:
-            log(said, step)
+            names = filter(ds.__contains__, self._logged)
+            log(logged_numbers(ds, names, per_head=self._per_head), step)
         self._alarm(ds, step)
         return ds
 
@@ -327,17 +328,17 @@ class Monitor:
         Raises:
             CaptureError: weights are not found by their names.
         """
-        nothing = {name: (AXES, np.full(self._plan.shape, np.nan)) for name in self._light}
-        ds = xr.Dataset(nothing, self._plan.coords | {STEP: step})
+        found = {name: (AXES, np.full(self._plan.shape, np.nan)) for name in self._light}
         asked = [name for name in self._light if name in schema.OF_WEIGHTS]
         places = {one.layer_name: i for i, one in enumerate(self._plan.layers) if asked}
         for layer, projections, scale in head_weights(self._model) if asked else ():
             if (i := places.pop(layer, None)) is not None:
                 for name, value in of_weights(projections, scale, asked).items():
-                    ds[name].values[:, i, : len(value)] = value.cpu()
+                    found[name][1][:, i, : len(value)] = value.cpu()
         if places:
             lost = next(iter(places))
             raise errors.CaptureError(f"weights of {lost} are not found by their names")
+        ds = xr.Dataset(found, self._plan.coords | {STEP: step})
         self._fill(ds)
         return ds
 
@@ -380,7 +381,7 @@ class Monitor:
 
     def _keep(self, ds: xr.Dataset, step: int) -> None:
         """Put a step behind those before it, in memory, and on disk as soon as there are norms."""
-        before = [one for one in self._slices if int(one[STEP]) < step]
+        before = self._slices[: bisect_left(self._slices, step, key=lambda one: int(one[STEP]))]
         if again := len(self._slices) - len(before):
             what = f"{again} of {len(self._slices)} measured steps, from {step} on, come again"
             tell(f"{what} in this training, and are measured anew")
@@ -398,9 +399,8 @@ class Monitor:
     def _alarm(self, ds: xr.Dataset, step: int) -> None:
         """Tell what has risen above its threshold since the last measurement."""
         before = self._above
-        for name, limit in self._thresholds.items():
-            if name not in ds:
-                continue
+        for name in filter(ds.__contains__, self._thresholds):
+            limit = self._thresholds[name]
             found = ds[name].isel(ds[name].fillna(-np.inf).argmax(...))
             self._above = self._above - {name} | ({name} if found > limit else set())
             if name in self._above - before:
@@ -516,9 +516,9 @@ def logged_numbers(
     """
     found: dict[str, float] = {}
     for name in names:
-        for i, layer in enumerate(ds["layer"].values.tolist()):
-            values, place = ds[name].isel(layer=i).values, f"lipbound/layer_{layer}"
-            known = values[np.isfinite(values)]
+        of_layers = ds.variables[name].transpose("layer", ...).values
+        for layer, values in zip(ds["layer"].values.tolist(), of_layers, strict=True):
+            known, place = values[np.isfinite(values)], f"lipbound/layer_{layer}"
             if not known.size:
                 continue
             how = "mean" if name in MEANS else "min" if name == "qk_clip" else "max"

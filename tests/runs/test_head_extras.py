@@ -71,18 +71,57 @@ def test_what_is_not_known():
     assert bool(of_heads(huge, ["row_norm"])["row_norm"].isnan().all())
 
 
+def of_numpy(a, b):
+    """Norms and stable ranks of products a b^T by their singular values."""
+    both = (w.double().nan_to_num(0, 0, 0).numpy() for w in torch.broadcast_tensors(a, b))
+    values = np.linalg.svd(np.einsum("...ij,...kj->...ik", *both), compute_uv=False)
+    return values[..., 0], (values**2).sum(-1) / values[..., 0] ** 2
+
+
+@pytest.mark.parametrize(
+    "kind", ["random", "rank one", "clustered", "one NaN", "one infinite", "shared"]
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_norms_of_products(kind, dtype, threads, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)  # which decides who multiplies
+    a, b = torch.randn(2, 4, 40, 6, generator=torch.manual_seed(0)).double()
+    if kind == "rank one":
+        b = b[..., :1] * b[:, :1]
+    if kind == "clustered":
+        a, b = torch.linalg.qr(a)[0], torch.linalg.qr(b)[0]
+        a *= 1 - torch.tensor([0, 1e-12, 1e-9, 1e-7, 1e-6, 1e-5])
+    if kind.startswith("one "):
+        b[1, 0, 0] = torch.nan if kind == "one NaN" else torch.inf
+    if kind == "shared":
+        a, b = a[:2, None], b.unflatten(0, (2, 2))
+    a, b = a.to(dtype), b.to(dtype)
+    known = b.isfinite().all(-1).all(-1).numpy()
+    for pair in ((a, b), (b, a)):
+        for found, expected in zip(product_norms(*pair), of_numpy(*pair), strict=True):
+            np.testing.assert_allclose(found[known], expected[known], rtol=1e-6)
+            assert bool(found[~known].isnan().all())
+
+
+@pytest.mark.parametrize("scale", [1e-200, 1e-150, 1.0, 1e150, 1e200])
+def test_norms_of_products_far_from_one(scale):
+    a, b = torch.randn(2, 3, 20, 4, generator=torch.manual_seed(0)).double()
+    top, expected = of_numpy(a, b)
+    for other, both in ((scale, scale * scale), (1 / scale, 1.0)):
+        norm, rank = product_norms(scale * a, other * b)
+        np.testing.assert_allclose(norm, top * both, rtol=1e-12)  # zero and infinite beyond range
+        np.testing.assert_allclose(rank, expected, rtol=1e-12)
+
+
 def test_products_that_cancel_are_not_known():
-    a = torch.eye(4).double()[None, :, :2]
-    b = torch.eye(4).double()[None, :, :2]
-    turned = torch.linalg.qr(torch.randn(4, 4, generator=torch.manual_seed(0)).double())[0]
-    b[0, :, 0], b[0, :, 1] = turned[:, 0], turned[:, 0]
-    other = torch.stack([turned[:, 1], -turned[:, 1]], 1)[None]  # b (1, 1)^T = 0 but for rounding
-    norm, rank = product_norms(b, other)
-    assert bool(norm.isnan().all() | (norm < 1e-15).all())
-    assert bool(rank.isnan().all())
-    norm, rank = product_norms(a, 0 * a)
+    u, v, w = torch.linalg.qr(torch.randn(4, 4, generator=torch.manual_seed(0)).double())[0].T[:3]
+    # u v^T - u v^T = 0 but for rounding
+    norm, rank = product_norms(torch.stack([u, u], 1), torch.stack([v, -v * (1 + 1e-15)], 1))
+    assert bool(norm.isnan())
+    assert bool(rank.isnan())
+    norm, rank = product_norms(torch.stack([u, w], 1), torch.zeros(3, 2))
     assert float(norm) == 0
-    assert bool(rank.isnan().all())
+    assert bool(rank.isnan())
 
 
 RUNS = ["bert", "gpt2 scaled by layer", "Llama", "Qwen 3", "Gemma 2"]
