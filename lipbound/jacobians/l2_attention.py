@@ -53,20 +53,12 @@ class L2HeadJacobian(InParts):
         self.o = self.p @ self.v
 
     def jvp(self, x: Tensor) -> Tensor:
-        return self._push(x @ self.r)
-
-    def vjp(self, y: Tensor) -> Tensor:
-        return self._pull(y) @ self.r.mT
-
-    def _push(self, z: Tensor) -> Tensor:
-        """The output perturbation under perturbations z of the projections."""
-        dq, dv = z.split(self.sizes, -1)
+        dq, dv = (x @ self.r).split(self.sizes, -1)
         t = (dq @ self.q.mT).baddbmm_(self.q, dq.mT)
         t = t.sub_((self.q * dq).sum(-1)[:, None, :]).mul_(self.p)
         return narrow(t, self.v) - t.sum(-1, keepdim=True) * self.o + narrow(self.p, dv)
 
-    def _pull(self, y: Tensor) -> Tensor:
-        """The transpose of `_push`."""
+    def vjp(self, y: Tensor) -> Tensor:
         g = (y @ self.v.mT).sub_((y * self.o).sum(-1, keepdim=True)).mul_(self.p)
         dq = narrow(g, self.q) + narrow(g.mT, self.q) - g.sum(-2)[..., None] * self.q
-        return torch.cat([dq, narrow(self.p.mT, y)], -1)
+        return torch.cat([dq, narrow(self.p.mT, y)], -1) @ self.r.mT

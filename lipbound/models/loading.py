@@ -443,7 +443,8 @@ def _by_layer(
         raise CheckpointError("adapters are merged in memory; use weights='whole', not 'layers'")
     if options.weights == "layers":
         return True
-    size = weight_files.gguf_size(gguf) if gguf else sum(prod(t.shape) for t in stored.values())
+    tensors = weight_files.gguf_of(gguf).tensors if gguf else stored.values()
+    size = sum(prod(map(int, one.shape)) for one in tensors)
     whole = merged or options.weights == "whole"
     if gguf and whole:
         what = f"the weights of {name} take memory in float32"

@@ -307,11 +307,6 @@ def check_gguf(name: str, file: Path) -> str:
     return f"GGUF {said.removeprefix('MOSTLY_').removeprefix('ALL_')} ({listed})"
 
 
-def gguf_size(file: Path) -> int:
-    """Return how many numbers a GGUF file holds."""
-    return sum(int(one.n_elements) for one in gguf_of(file).tensors)
-
-
 def gguf_tensors(file: Path, config: PretrainedConfig) -> dict[str, TensorRef]:
     """Locate every tensor of a model in a GGUF file, by the names that the model has for them.
 
