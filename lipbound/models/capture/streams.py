@@ -23,6 +23,7 @@ from lipbound.models.capture import rerun
 from lipbound.models.capture.rerun import PROJECTION, ModuleCopy, from_heads
 from lipbound.models.capture.seeing.follower import BY_HAND, INTERFACE, Heads
 from lipbound.models.capture.seeing.recording import HIDDEN, Call, same_numbers
+from lipbound.models.other_libraries import explained
 from lipbound.schema import INPUT, MEMORY, QUERIES
 
 _SIDES = {INPUT: "qkv", QUERIES: "q", MEMORY: "kv"}
@@ -207,8 +208,7 @@ class Padding:
     """
 
     def __init__(self, calls: Collection[Call], inputs: Mapping[str, Any]):
-        masks = (t for name, t in inputs.items() if "mask" in name and isinstance(t, Tensor))
-        marked = (t == 0 for t in masks if t.ndim == 2)
+        marked = (t == 0 for n, t in inputs.items() if "mask" in n and getattr(t, "ndim", 0) == 2)
         self._padded = [t for zeros in marked if bool(zeros.any()) for t in (zeros, ~zeros)]
         self._calls = calls
         for call in calls:
@@ -266,10 +266,9 @@ def through_module(
     tensors = streams.named[stream]
     # keys and values of two tensors have the same tokens
     along = 1 if len(tensors) > 1 and stream == INPUT else -1
-    try:
+    misfit = str(call.unsupported("makes keys and values of tensors of two layouts"))
+    with explained(CaptureError, misfit, why=lambda error: ""):
         tokens = torch.cat([t.detach().double() for t in tensors], along)
-    except RuntimeError as misfit:
-        raise call.unsupported("makes keys and values of tensors of two layouts") from misfit
 
     def cut(x: Tensor, until: str = until) -> tuple[Tensor, list[Heads]]:
         parts = x.split([t.shape[along] for t in tensors], along)
@@ -324,9 +323,8 @@ def through_module(
 
 def _fits(call: Call, stream: str, out: Tensor, tokens: Tensor) -> bool:
     """Return whether outputs, (samples, N, heads, d_v), take no heads for tokens."""
-    if stream == MEMORY:
-        return call.formed and out.shape[1:3] == call.out.shape[1:3]
-    return out.shape[1] <= tokens[..., 0].numel() // len(out)
+    kept = call.formed and out.shape[1:3] == call.out.shape[1:3]
+    return kept if stream == MEMORY else out.shape[1] <= tokens[..., 0].numel() // len(out)
 
 
 def _output(
@@ -359,11 +357,13 @@ def _output(
 def _until(call: Call) -> str:
     """Return where heads end: where they are projected, together with gates and norms before that.
 
-    Where nothing is done to them before, or one affine map, they end where attention does.
+    Where nothing is done to them before, or one affine map, they end where attention does; so they
+    do where several modules project them, as those of image and of text.
     """
     with suppress(CaptureError):
-        known = len(call.pieces) == 1 and call.way == INTERFACE
-        if (known and not call.changed) or from_heads(call) is not None:
+        known = len(call.pieces) == 1 and call.way == INTERFACE and not call.changed
+        untouched = call.formed and bool(call.apart) and all(call.apart)
+        if known or untouched or from_heads(call) is not None:
             return rerun.HEADS
     return PROJECTION
 
@@ -470,7 +470,7 @@ def arrangement(call: Call, cut: Tensor, calls: Sequence[Heads]) -> Arrange:
         CaptureError: the heads stand otherwise.
     """
     raws, (first, *_) = [one.raw for one in calls], calls
-    if cut.numel() < sum(map(Tensor.numel, raws)) and not _all_move(cut, calls):
+    if call.apart or (cut.numel() < sum(map(Tensor.numel, raws)) and not _all_move(cut, calls)):
         raise call.unsupported("projects the outputs of its heads in parts")
     # calls with the same scores are heads with parts of their values
     factors = [(one.left[0], one.right[0]) for one in calls]
