@@ -58,14 +58,11 @@ def head_jacobian(att: Attention) -> HeadOperator:
 
     Cross-attention is always the former.
     """
-    if "cross" not in att.variants and (_too_large(att) or _mostly_masked(att)):
+    needed = att.samples * att.heads * att.tokens**2 * SCORE_BYTES
+    too_large = needed > whole_bytes(att.device) or BY_ROWS.get()
+    if "cross" not in att.variants and (too_large or _mostly_masked(att)):
         return StreamedHeadJacobian(att)
     return HeadJacobian(att)
-
-
-def _too_large(att: Attention) -> bool:
-    needed = att.samples * att.heads * att.tokens**2 * SCORE_BYTES
-    return needed > whole_bytes(att.device) or BY_ROWS.get()
 
 
 def _mostly_masked(att: Attention) -> bool:

@@ -196,7 +196,7 @@ class TensorOperator(JacobianOperator):
         """Return the operators at positions ``index``, with views of their tensors for a slice."""
         count = len(range(self.batch)[index]) if isinstance(index, slice) else len(index)
         names = [f.name for f in fields(self) if _BATCHED in getattr(f.type, "__metadata__", ())]
-        own = {name: _entries(getattr(self, name), index) for name in names}
+        own = {n: _entries(v, index) for n in names if (v := getattr(self, n)) is not None}
         return self._with(batch=count, **own)
 
     def to(self, dtype: torch.dtype) -> Self:
@@ -210,8 +210,6 @@ class TensorOperator(JacobianOperator):
 
 
 def _entries(value: Any, index: Tensor | slice) -> Any:
-    if value is None:
-        return None
     return value[index] if isinstance(value, Tensor) else value.select(index)
 
 

@@ -427,7 +427,9 @@ class WeightOffloader:
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Bring the parameters in before a forward pass; registered as a hook."""
-        table = self.device.type == "cpu" and _looks_up(module)
+        # a pass that only takes rows of a table: these are read and cast alone
+        plain = isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
+        table = self.device.type == "cpu" and plain and module.max_norm is None
         for _, part, keeper in _read_by(module):
             keeper.hold(part, table)
 
@@ -559,12 +561,6 @@ def plain_copy(module: nn.Module) -> nn.Module:
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(torch.float32).to(dtype)  # by way of float32, as a model loaded whole is
-
-
-def _looks_up(module: nn.Module) -> bool:
-    """Return whether a forward pass only takes rows of a table, the only ones to read and cast."""
-    plain = isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
-    return plain and module.max_norm is None
 
 
 def _read_by(module: nn.Module) -> list[tuple[str, nn.Module, WeightOffloader]]:

@@ -177,11 +177,12 @@ def anchors(self, encoder_hidden_states, x):
     return self.out(joined(sdpa(split(self.q(x)), k, v)))
 
 
-@maps(of_x=(24, 72), of_y=(24, 72))
-def joint(self, x, y):
-    """Tokens of two kinds in one softmax, as in diffusion transformers."""
+@maps(of_x=(24, 72), of_y=(24, 72), apart=(24, 24))
+def joint(self, x, y, sizes):
+    """Tokens of two kinds in one softmax, as in diffusion transformers, projected in parts."""
     q, k, v = split(torch.cat([self.of_x(x), self.of_y(y)], 1), 12).chunk(3, 1)
-    return self.out(joined(sdpa(query=q, key=k, value=v)))
+    parts = joined(sdpa(query=q, key=k, value=v)).split_with_sizes(sizes, 1)
+    return torch.cat([*map(lambda f, t: f(t), (self.out, self.apart), parts)], 1)
 
 
 @maps(qkv=(24, 72))
@@ -394,13 +395,15 @@ def test_queries_that_are_keys_as_well_have_no_closed_form():
     check(found[0], norms(heads, X.double()[:1]))
 
 
-def test_streams_of_one_softmax_move_together():
-    module = build(joint).double()
-    x, y = X.double(), Y.double()
-    (att,) = lb.capture(module, {"x": x, "y": y})
+@pytest.mark.parametrize("sizes", [[11], [6, 5]])
+def test_streams_of_one_softmax_move_together(sizes):
+    m = build(joint).double()
+    (att,) = lb.capture(m, {"x": X.double(), "y": Y.double(), "sizes": sizes})
     assert (att.tokens, att.samples) == (11, 2)
-    heads = before(module.out, lambda both: module(both[:, :6], both[:, 6:]))
-    check(att, norms(heads, torch.cat([x[:1], y[:1]], 1)))
+    projections = (m.out, m.apart)[: len(sizes)]
+    parts = [before(one, lambda z: m(z[:, :6], z[:, 6:], sizes)) for one in projections]
+    both = torch.cat([X, Y], 1)[:1].double()
+    check(att, norms(lambda z: torch.cat([part(z) for part in parts], 1), both))
 
 
 @newer_transformers("the projections of Swin have other names")
@@ -476,5 +479,4 @@ def test_copies_of_tokens_are_one_stream(closed):
     check(layer.attention, expected)
     if closed:
         ds = lb.compare(module, X, bounds="none", dtype="float64", progress=False)
-        exact = torch.from_numpy(ds["exact"].values[0, 0])
-        torch.testing.assert_close(exact, expected, rtol=1e-3, atol=0)
+        assert ds["exact"].values[0, 0] == pytest.approx(expected.numpy(), rel=1e-3, abs=0)

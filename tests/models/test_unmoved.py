@@ -7,9 +7,9 @@ import threading
 import pytest
 import torch
 import transformers as tf
-from support.models import LLAMA
+from support.models import LLAMA, build
 from support.modules import QKV, check, joined, norms, sdpa
-from support.oracles import jacobians
+from support.oracles import matrices
 from torch import Tensor
 
 import lipbound as lb
@@ -102,18 +102,25 @@ def test_what_a_module_keeps_stays_as_it_was(kind, filled):
 
 
 @pytest.mark.filterwarnings("ignore::lipbound.errors.Notice")
-def test_a_cache_that_is_given_does_not_grow():
-    config = tf.LlamaConfig(**LLAMA)
-    torch.manual_seed(0)
-    model, cache = tf.LlamaModel(config).eval(), tf.DynamicCache(config=config)
-    ids = torch.arange(1, 12)[None]
+def test_a_cache_that_is_given_does_not_grow_and_padding_behind_it_is_no_token():
+    config = tf.LlamaConfig(**LLAMA, output_hidden_states=True)
+    model, cache = build(lambda: tf.LlamaModel(config)), tf.DynamicCache(config=config)
+    ids = torch.arange(1, 23).view(2, 11)
+    given = {"input_ids": ids, "attention_mask": (ids < 21).long()}
+    whole = lb.capture(model, given)[0]  # its first layer has the same tokens, not interacting yet
     model(ids[:, :5], past_key_values=cache)  # with gradients, as a user may leave them
-    layers = lb.capture(model, {"input_ids": ids[:, 5:], "past_key_values": cache})
-    assert cache.get_seq_length() == 5
-    whole = lb.capture(model, ids)[0]  # its first layer has the same tokens, which do not interact
-    parts = jacobians(whole, 0).unflatten(-1, (11, -1))[5:, :, :, 5:]
-    exact = torch.linalg.matrix_norm(parts.movedim(1, 0).reshape(4, 36, -1), 2)
-    check(layers[0], exact, tol=1e-7, rtol=1e-5)
+    layer = lb.capture(model, given | {"input_ids": ids[:, 5:], "past_key_values": cache})[0]
+    assert (cache.get_seq_length(), len(model(ids).hidden_states)) == (5, 3)
+    # outputs of 6 channels, tokens of 24
+    check(layer, torch.linalg.matrix_norm(matrices(whole, 1)[:, 30:, 120:], 2), sample=1, rtol=1e-5)
+
+
+def test_padding_beside_a_key_that_is_no_token():
+    m = torch.nn.MultiheadAttention(16, 2, batch_first=True, add_zero_attn=True).double()
+    back = m.out_proj.weight.inverse().T
+    x, padding = X.double(), {"key_padding_mask": torch.arange(5)[None] > 2}
+    (layer,) = lb.capture(m, dict.fromkeys(("query", "key", "value"), x) | padding)
+    check(layer, norms(lambda x: (m(x, x, x)[0] @ back).unflatten(2, (2, 8)), x[:, :3]), rtol=1e-6)
 
 
 def test_what_cannot_be_copied_is_shared():

@@ -23,6 +23,7 @@ from lipbound.models.capture import rerun
 from lipbound.models.capture.rerun import PROJECTION, ModuleCopy, from_heads
 from lipbound.models.capture.seeing.follower import BY_HAND, INTERFACE, Heads
 from lipbound.models.capture.seeing.recording import HIDDEN, Call, same_numbers
+from lipbound.models.other_libraries import explained
 from lipbound.schema import INPUT, MEMORY, QUERIES
 
 _SIDES = {INPUT: "qkv", QUERIES: "q", MEMORY: "kv"}
@@ -174,23 +175,20 @@ def of_stream(call: Call, stream: str, padding: "Padding") -> Call:
     if call.changed and not (call.gated and stream == INPUT):
         raise call.unsupported(call.changed)
     if stream != INPUT:
-        samples, queries, keys = len(call.q), call.q.shape[-2], call.k.shape[-2]
-        call.valid_rows = padding.of_queries(call, samples, queries)
-        call.valid_keys = padding.of_keys(call, samples, keys)
+        call.valid_rows = padding.of_queries(call, len(call.q), call.q.shape[-2])
+        call.valid_keys = padding.of_keys(call, len(call.q), call.k.shape[-2])
     return call
 
 
 def hidden_keys(call: Call) -> Tensor | None:
     """Return which keys no query may attend to, (samples, M) bool; None for none that is known."""
-    scores, samples = call.additive(), len(call.q)
-    if call.way == BY_HAND:
-        scores = call.scores
-        if scores is None or scores.ndim < 3:
-            return None
+    by_hand, samples = call.way == BY_HAND, len(call.q)
+    scores = call.scores if by_hand else call.additive()
+    if scores is None or (by_hand and scores.ndim < 3):
+        return None
+    if by_hand:
         samples = len(call.out) if call.formed else len(scores)
         scores = scores.reshape(samples, -1, *scores.shape[-2:])
-    if scores is None:
-        return None
     low = (scores if scores.ndim > 2 else scores[None]) <= HIDDEN
     hidden = low.flatten(1, -2).all(1).expand(samples, -1)
     return hidden if bool(hidden.any()) else None
@@ -210,26 +208,32 @@ class Padding:
     """
 
     def __init__(self, calls: Collection[Call], inputs: Mapping[str, Any]):
-        masks = (t for name, t in inputs.items() if "mask" in name and isinstance(t, Tensor))
-        self._marked = any(t.ndim == 2 and bool((t == 0).any()) for t in masks)
-        self._known: dict[tuple[str, int, int], Tensor] = {}
-        for call in calls if self._marked else ():
-            if (hidden := hidden_keys(call)) is not None:
-                self._known.setdefault((_stack_of(call), *hidden.shape), ~hidden)
+        marked = (t == 0 for n, t in inputs.items() if "mask" in n and getattr(t, "ndim", 0) == 2)
+        self._padded = [t for zeros in marked if bool(zeros.any()) for t in (zeros, ~zeros)]
+        self._calls = calls
+        for call in calls:
             call.valid_keys = self.of_keys(call, len(call.q), call.k.shape[-2])
-            call.valid_rows = call.valid_keys
+            call.valid_rows = self.of_keys(call, len(call.q), call.q.shape[-2])
 
     def of_keys(self, call: Call, samples: int, tokens: int) -> Tensor | None:
-        """Return which keys of a call are no padding, (samples, tokens), or None for all."""
-        hidden = hidden_keys(call) if self._marked else None
-        return None if hidden is None or hidden.shape != (samples, tokens) else ~hidden
+        """Return which keys of a call are no padding, (samples, tokens), or None for all.
+
+        Beside those of its tokens may stand keys of a cache, or learned ones, which are no tokens.
+        """
+        hidden = hidden_keys(call) if self._padded else None
+        if hidden is None or hidden.shape == (samples, tokens):
+            return None if hidden is None else ~hidden
+        places = hidden.unfold(1, tokens, 1).unbind(1) if tokens < hidden.shape[1] else ()
+        some = (t for t in (t[:, -tokens:] for t in self._padded) if bool(t.any() ^ t.all()))
+        return next((~t for t in some if any(torch.equal(t, place) for place in places)), None)
 
     def of_queries(self, call: Call, samples: int, tokens: int) -> Tensor | None:
         """Return which queries of a cross-attention are no padding, or None for all.
 
         Padding is what self-attention in the same stack of layers hides.
         """
-        return self._known.get((_stack_of(call), samples, tokens))
+        stack = (one.valid_rows for one in self._calls if _stack_of(one) == _stack_of(call))
+        return next((t for t in stack if t is not None and t.shape == (samples, tokens)), None)
 
 
 def _stack_of(call: Call) -> str:
@@ -262,10 +266,9 @@ def through_module(
     tensors = streams.named[stream]
     # keys and values of two tensors have the same tokens
     along = 1 if len(tensors) > 1 and stream == INPUT else -1
-    try:
+    misfit = str(call.unsupported("makes keys and values of tensors of two layouts"))
+    with explained(CaptureError, misfit, why=lambda error: ""):
         tokens = torch.cat([t.detach().double() for t in tensors], along)
-    except RuntimeError as misfit:
-        raise call.unsupported("makes keys and values of tensors of two layouts") from misfit
 
     def cut(x: Tensor, until: str = until) -> tuple[Tensor, list[Heads]]:
         parts = x.split([t.shape[along] for t in tensors], along)
@@ -320,9 +323,8 @@ def through_module(
 
 def _fits(call: Call, stream: str, out: Tensor, tokens: Tensor) -> bool:
     """Return whether outputs, (samples, N, heads, d_v), take no heads for tokens."""
-    if stream == MEMORY:
-        return call.formed and out.shape[1:3] == call.out.shape[1:3]
-    return out.shape[1] <= tokens[..., 0].numel() // len(out)
+    kept = call.formed and out.shape[1:3] == call.out.shape[1:3]
+    return kept if stream == MEMORY else out.shape[1] <= tokens[..., 0].numel() // len(out)
 
 
 def _output(
@@ -355,11 +357,13 @@ def _output(
 def _until(call: Call) -> str:
     """Return where heads end: where they are projected, together with gates and norms before that.
 
-    Where nothing is done to them before, or one affine map, they end where attention does.
+    Where nothing is done to them before, or one affine map, they end where attention does; so they
+    do where several modules project them, as those of image and of text.
     """
     with suppress(CaptureError):
-        known = len(call.pieces) == 1 and call.way == INTERFACE
-        if (known and not call.changed) or from_heads(call) is not None:
+        known = len(call.pieces) == 1 and call.way == INTERFACE and not call.changed
+        untouched = call.formed and bool(call.apart) and all(call.apart)
+        if known or untouched or from_heads(call) is not None:
             return rerun.HEADS
     return PROJECTION
 
@@ -466,7 +470,7 @@ def arrangement(call: Call, cut: Tensor, calls: Sequence[Heads]) -> Arrange:
         CaptureError: the heads stand otherwise.
     """
     raws, (first, *_) = [one.raw for one in calls], calls
-    if cut.numel() < sum(map(Tensor.numel, raws)) and not _all_move(cut, calls):
+    if call.apart or (cut.numel() < sum(map(Tensor.numel, raws)) and not _all_move(cut, calls)):
         raise call.unsupported("projects the outputs of its heads in parts")
     # calls with the same scores are heads with parts of their values
     factors = [(one.left[0], one.right[0]) for one in calls]

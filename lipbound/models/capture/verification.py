@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import Cache
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.layer_norm import Normaliser, ResidualContext
@@ -471,9 +472,13 @@ def dependence(model: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
 
 
 def _masks(inputs: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the masks of tokens, (samples, tokens), among inputs."""
+    """Return the masks of tokens, (samples, tokens), among inputs; none of those beside a cache.
+
+    Such a mask is of more tokens than the other inputs.
+    """
+    held = any(isinstance(value, Cache) for value in inputs.values())
     named = {name: inputs.get(name) for name in ("attention_mask", "decoder_attention_mask")}
-    return {name: t for name, t in named.items() if isinstance(t, Tensor) and t.ndim == 2}
+    return {n: t for n, t in named.items() if isinstance(t, Tensor) and t.ndim == 2 and not held}
 
 
 def _unpadded(inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -32,6 +32,7 @@ PROJECTIONS = {F.linear, torch.addmm, torch.mm, F.conv1d, F.conv2d, Tensor.addmm
 """Functions that multiply with weights."""
 NORMALISATIONS = {F.layer_norm, F.rms_norm, F.group_norm, F.batch_norm, F.normalize}
 SPLITS = {Tensor.chunk, torch.chunk, Tensor.split, torch.split, Tensor.unbind, torch.unbind}
+SPLITS |= {Tensor.split_with_sizes, torch.split_with_sizes}
 """Functions that return all parts of a tensor."""
 _PARTS = {Tensor.__getitem__, Tensor.narrow, torch.narrow, *SPLITS}
 """Functions that return a part of a tensor, or all of them."""

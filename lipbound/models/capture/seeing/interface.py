@@ -72,8 +72,11 @@ adapter."""
 
 DEEP = 6
 """Depth to which nested lists, dictionaries and objects are copied."""
-TORCHS = {*vars(nn.Module())} - {"_buffers"}
-"""Attributes that every module has, which are the model and no state of a pass."""
+TORCHS = {name for name in vars(nn.Module()) if "hooks" not in name} - {"_buffers"}
+"""Attributes that every module has, which are the model and no state of a pass.
+
+Hooks are: transformers adds its own in the first pass that keeps hidden states, and notes it in an
+attribute."""
 SHARED = (type, nn.Module, nn.Parameter, PretrainedConfig, str, int, float)
 """Types of values that copies of a module's state share with it."""
 OWN = "own_function"
@@ -317,7 +320,8 @@ def unmoved(module: nn.Module) -> Iterator[None]:
     # stand-ins of ours keep what they are given, to be read afterwards
     parts = [m for m in module.modules() if not type(m).__module__.startswith("lipbound.")]
     owns = [dict(vars(part)) for part in parts]
-    held = [{k: v for k, v in own.items() if _is_state(k, v)} for own in owns]
+    # Accelerate keeps all weights under _hf_
+    held = [{k: v for k, v in own.items() if k not in TORCHS and k[:4] != "_hf_"} for own in owns]
     for part, copied in zip(parts, copied_state(held), strict=True):
         vars(part).update(copied)
     try:
@@ -326,11 +330,6 @@ def unmoved(module: nn.Module) -> Iterator[None]:
         for part, own in zip(parts, owns, strict=True):
             vars(part).clear()
             vars(part).update(own)
-
-
-def _is_state(name: str, value: Any) -> bool:
-    # Accelerate keeps all weights under _hf_
-    return name not in TORCHS and not name.startswith("_hf_") and not isinstance(value, SHARED)
 
 
 def copied_state(value: Any, memo: dict[int, Any] | None = None, depth: int = DEEP) -> Any:
@@ -356,6 +355,5 @@ def copied_state(value: Any, memo: dict[int, Any] | None = None, depth: int = DE
         held = new if isinstance(value, list | deque | dict) else getattr(new, "__dict__", {})
         if new is not value and not isinstance(value, Tensor):
             for key, one in [*(held.items() if isinstance(held, dict) else enumerate(held))]:
-                if not isinstance(one, SHARED):
-                    held[key] = copied_state(one, memo, depth - 1)
+                held[key] = one if isinstance(one, SHARED) else copied_state(one, memo, depth - 1)
     return new

@@ -119,6 +119,7 @@ class Call(Heads):
             around the layer was given.
         consumer: the module that projects the head outputs, where it is given just these.
         changed: what happens to the head outputs before they are projected, where something does.
+        apart: of parts of them that are projected one by one, whether nothing was done to each.
         gated: whether that may be a gate, a factor between 0 and 1 for each.
         around: the runs that it happened in, the innermost first, each with the number of calls of
             attention before it in that run.
@@ -146,6 +147,7 @@ class Call(Heads):
     given_mask: Tensor | None = None
     consumer: nn.Module | None = None
     changed: str = ""
+    apart: list[bool] = field(default_factory=list)
     gated: bool = False
     around: list[tuple[ModuleRun, int]] = field(default_factory=list)
     samples: int = 1
@@ -380,6 +382,10 @@ class Recorder(ModuleRuns, Follower):
             return
         call = self._made.pop(id(heads.calls[0]), None)
         if call is None:
+            for one in (call for call in self.calls if call.raw is heads.calls[0].raw):
+                first = x if one.projected is None else one.projected
+                if first.numel() < one.raw.numel() and not _same(x, first):
+                    one.apart += [bool(torch.isin(t, one.raw).all()) for t in (first, x)]
             return
         # wrappers of a module are given what it is given
         runs = (r for r in self.running if not r.inside and self.kind(_only(r)) is heads)
