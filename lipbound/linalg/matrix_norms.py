@@ -155,10 +155,9 @@ def _gram_of_columns(w: Tensor) -> tuple[Tensor, Tensor]:
     Units are near the largest entries of matrices of float64. Squares of other types, and products
     of two, are in the range of float64.
     """
-    unit = torch.ones(w.shape[:-2], dtype=torch.float64, device=w.device)
-    if w.dtype == torch.float64:
-        unit = power_of_two(w.abs().amax((-1, -2)))
-        w = w / unit[..., None, None]
+    wide = w.dtype == torch.float64
+    unit = power_of_two(w.abs().amax((-1, -2)) if wide else w.new_ones(w.shape[:-2]))
+    w = w / unit[..., None, None] if wide else w
     if w.device.type != "cpu" or torch.get_num_threads() > 1:  # numpy's would be in their way
         return w.double().mT @ w.double(), unit
     # one by one, which stays in caches, and by numpy, which finds half of a symmetric product

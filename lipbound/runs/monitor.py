@@ -399,8 +399,7 @@ class Monitor:
     def _alarm(self, ds: xr.Dataset, step: int) -> None:
         """Tell what has risen above its threshold since the last measurement."""
         before = self._above
-        for name in filter(ds.__contains__, self._thresholds):
-            limit = self._thresholds[name]
+        for name, limit in ((n, t) for n, t in self._thresholds.items() if n in ds):
             found = ds[name].isel(ds[name].fillna(-np.inf).argmax(...))
             self._above = self._above - {name} | ({name} if found > limit else set())
             if name in self._above - before:
