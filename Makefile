@@ -11,7 +11,7 @@ MIN_STAMP := $(VENV_MIN)/installed
 OLD := $(CURDIR)/$(VENV)/transformers-4
 OLD_STAMP := $(OLD)/installed
 
-.PHONY: demo test quick test-min test-old test-kernels test-all every lint outputs docs release-check debian figures notebooks bench accuracy tightness clean
+.PHONY: demo test quick test-min test-old test-kernels test-all every lint systems outputs docs release-check debian figures notebooks bench accuracy tightness clean
 
 $(STAMP): setup.cfg constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3 ..."; exit 1; }
@@ -69,7 +69,7 @@ test-kernels: $(STAMP)
 
 # All tests: notebooks executed, runs killed and resumed, figures of all kinds, the study of penalties, all examples of the property tests.
 test-all: $(STAMP)
-	@$(MAKE) --no-print-directory --jobs=2 lint every
+	@$(MAKE) --no-print-directory --jobs=2 lint systems every
 
 every: $(STAMP)
 	$(BIN)/python -m pytest
@@ -80,6 +80,10 @@ lint: $(STAMP)
 	$(BIN)/codespell
 	$(BIN)/lint-imports --no-cache --no-logo
 	$(BIN)/mypy
+
+# What Windows and macOS lack, of the modules that Python has there, is not asked of them.
+systems: $(STAMP)
+	@for system in win32 darwin; do $(BIN)/mypy --platform $$system --cache-dir .mypy_cache/$$system lipbound || exit 1; done
 
 # Reports in a real browser; tables and citations through LaTeX, in an article, in two columns and on slides, without overfull boxes: needs Debian's chromium, texlive and poppler-utils (`make debian`).
 outputs: $(STAMP)
