@@ -199,8 +199,7 @@ def undisturbed(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> 
 
 def _certifiable(value: Any) -> Any:
     """Return a `lipbound.Attention` (unknown here) where there is float64; else the value."""
-    moves = hasattr(value, "w_q") and not has_float64(value.device)
-    return value.to("cpu") if moves else value
+    return value.to("cpu") if hasattr(value, "w_q") and not has_float64(value.device) else value
 
 
 Routine = Generator[list[Tensor], list[Tensor], T]

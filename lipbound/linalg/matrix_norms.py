@@ -156,7 +156,7 @@ def _gram_of_columns(w: Tensor) -> tuple[Tensor, Tensor]:
     of two, are in the range of float64.
     """
     wide = w.dtype == torch.float64
-    unit = power_of_two(w.abs().amax((-1, -2)) if wide else w.new_ones(w.shape[:-2]))
+    unit = power_of_two(w.abs().amax((-1, -2)) if wide else w.new_zeros(w.shape[:-2]))
     w = w / unit[..., None, None] if wide else w
     if w.device.type != "cpu" or torch.get_num_threads() > 1:  # numpy's would be in their way
         return w.double().mT @ w.double(), unit

@@ -156,13 +156,12 @@ def footnotes(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
     """
     kept = schema.bounds_there(ds) if bounds is None else list(bounds)
     reasons: dict[tuple[str, str], list[str]] = {}
-    broken = "held, but the run was edited" if edited(ds) else "hold, so please report this run"
     for name, entry in audit(ds).items():
         below, fine, compared = entry["violations"], entry["sound"], entry["compared"]
         if name in kept and (sign := mark(entry).strip()):
             said = [f"below exact on {below} of {compared}"] if below else []
             said += [f"assumptions hold on {fine} of {compared}"] if 0 < fine < compared else []
-            why = "; ".join([*said, entry["why"] or f"its assumptions {broken}"])
+            why = "; ".join([*said, entry["why"] or broken_words(ds)])
             reasons.setdefault((sign, why), []).append(named(ds, name))
     used = [sign for sign, _ in reasons]
     lines = [f"{sign}: {meaning}" for sign, meaning in meanings(ds, used).items()]
@@ -183,6 +182,12 @@ def meanings(ds: xr.Dataset, used: Iterable[str]) -> dict[str, str]:
     """Return the meanings of those of the audit's marks that are used, by mark."""
     place, there = "head" if "head" in ds.dims else "layer", set(used)
     return {sign: words.format(place) for sign, words in MEANING.items() if sign in there}
+
+
+def broken_words(ds: xr.Dataset) -> str:
+    """Words on a bound that is below the exact norm although its assumptions hold."""
+    said = "held, but the run was edited" if edited(ds) else "hold, so please report this run"
+    return f"its assumptions {said}"
 
 
 def named(ds: xr.Dataset, name: str) -> str:

@@ -310,8 +310,7 @@ class Monitor:
             tell(f"step {step} of the training was not measured or kept: {kind}{error}")
             return None
         for log in self._logs:
-            names = filter(ds.__contains__, self._logged)
-            log(logged_numbers(ds, names, per_head=self._per_head), step)
+            log(logged_numbers(ds, self._logged, per_head=self._per_head), step)
         self._alarm(ds, step)
         return ds
 
@@ -504,7 +503,7 @@ def logged_numbers(
 
     Args:
         ds: a step of a run.
-        names: of its variables.
+        names: of its variables; those that are not there are passed over.
         per_head: also of every head, rather than of layers alone.
 
     Returns:
@@ -514,7 +513,7 @@ def logged_numbers(
         left out.
     """
     found: dict[str, float] = {}
-    for name in names:
+    for name in filter(ds.__contains__, names):
         of_layers = ds.variables[name].transpose("layer", ...).values
         for layer, values in zip(ds["layer"].values.tolist(), of_layers, strict=True):
             known, place = values[np.isfinite(values)], f"lipbound/layer_{layer}"

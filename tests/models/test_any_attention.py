@@ -9,7 +9,7 @@ import torch
 import transformers as tf
 from support import models
 from support.models import BART, GATED, IDS, IMAGE, LATENT, LLAMA, NARROW, T5, TEXT, build, wide
-from support.modules import Maps, before, given_to, joined, maps, norms, own_norms, sdpa, split
+from support.modules import QKV, Maps, before, given_to, joined, maps, norms, own_norms, sdpa, split
 from support.modules import check as checked
 from support.versions import marked, newer_transformers
 from torch import Tensor, nn
@@ -70,6 +70,17 @@ def ellipses(self, x):
     k, v = self.kv(x).chunk(2, -1)
     p = torch.einsum("...ihd,...jd->...hij", q, k).softmax(-1)
     return self.out(torch.einsum("...hij,...jd->...ihd", p, v).flatten(-2))
+
+
+class HandedOn(QKV):
+    """Heads that a module without weights is given, as in x-transformers."""
+
+    def __init__(self):
+        super().__init__(24, 4)
+        self.attend = type("Attend", (nn.Module,), {"forward": lambda _, *heads: sdpa(*heads)})()
+
+    def forward(self, x):
+        return self.o(joined(self.attend(*self.qkv(x))))
 
 
 class Everything(Maps):
@@ -277,6 +288,7 @@ CASES = {
     "differences of heads": made("DiffLlama", AUTOMATIC, LLAMA_1),
     "nanoGPT by hand": (by_hand, {"x": X}, CLOSED),
     "nanoGPT fused": (by_torch, {"x": X}, CLOSED),
+    "heads handed on": (HandedOn, {"x": X}, CLOSED),
     "ellipses": (ellipses, {"x": X}, "either"),
     "talking heads": (talking, {"x": X}, AUTOMATIC),
 }

@@ -113,7 +113,7 @@ def owner_of(call: Call, stream: str = INPUT) -> tuple[ModuleCopy, Streams]:
         if not (named := streams.named):
             continue
         if found:
-            inside = [t.shape for t in named.get(INPUT, ())] == [memory[0].shape]
+            inside = [t.shape[-2:-1] for t in named.get(INPUT, ())] == [memory[0].shape[-2:-1]]
             one = named.get(MEMORY, ()) if several and streams.apart else ()
             outside = len(one) == 1 and any(one[0] is t for t in memory)
             if outside or (inside and not position):
