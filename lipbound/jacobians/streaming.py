@@ -118,8 +118,8 @@ class StreamedHeadJacobian(HeadOperator):
     """Position in the whole batch: sample times heads plus head."""
     wide_q: PerEntry[Tensor]
     wide_k: PerEntry[Tensor]
-    top: PerEntry[Tensor]
-    """Largest score of each row, (batch, N, 1)."""
+    top: PerEntry[Tensor | None]
+    """Largest score of each row, (batch, N, 1); None where scores have it taken off."""
     total: PerEntry[Tensor]
     """Sum of each row's exponentials, (batch, N, 1)."""
     blocks: PerEntry[RowBlocks]
@@ -166,7 +166,8 @@ class StreamedHeadJacobian(HeadOperator):
         """Products scale q k^T for some queries and keys of an entry, (rows, keys), float64."""
         q, k = self.wide_q[b, rows], self.wide_k[b, keys]
         # nothing is added, and the scale takes no pass of its own
-        return torch.addmm(q.new_empty(1), q, k.mT, beta=0, alpha=self.layer.scale)
+        scale = 1.0 if self.top is None else self.layer.scale
+        return torch.addmm(q.new_empty(1), q, k.mT, beta=0, alpha=scale)
 
     def _scores(self, b: int, rows: slice, keys: slice) -> Tensor:
         """Masked float64 scores of some queries of an entry, (rows, keys)."""
@@ -198,7 +199,10 @@ class StreamedHeadJacobian(HeadOperator):
             return
         for rows, keys in self.blocks.of(b):
             scores = self._scores(b, rows, keys)
-            p = self._shares(b, rows, scores.sub_(self.top[b, rows]).exp_())
+            if self.top is None:
+                p = scores.to(self.dtype).exp_()
+            else:
+                p = self._shares(b, rows, scores.sub_(self.top[b, rows]).exp_())
             yield RowBlock(rows, keys, p, self._weights(b, rows, keys, p))
 
     def _groups(self) -> Iterator[Group]:
@@ -209,6 +213,12 @@ class StreamedHeadJacobian(HeadOperator):
     def to(self, dtype: torch.dtype) -> Self:
         # scores stay in float64, and masks as they are
         kept = {name: getattr(self, name) for name in ("layer", "wide_q", "wide_k", "top", "total")}
+        if dtype == torch.float32 and not (self.kept or self.layer.cap) and self.top is not None:
+            # a search: the logarithm of each row's sum is one more coordinate of its query
+            off = self.top + self.total.log()
+            kept["wide_q"] = torch.cat([self.layer.scale * self.wide_q, -off], -1)
+            kept["wide_k"] = torch.cat([self.wide_k, torch.ones_like(off)], -1)
+            kept["top"] = None
         bare = self._with(**dict.fromkeys(kept))
         return super(StreamedHeadJacobian, bare).to(dtype)._with(**kept)
 
