@@ -5,6 +5,7 @@ python benchmarks/weight_norms.py MODEL            # a name or folder: seconds, 
 """
 
 import functools
+import importlib
 import itertools
 import resource
 import sys
@@ -76,7 +77,9 @@ def beside_a_step(layers: int, width: int, heads: int, vocabulary: int) -> None:
 
 def of_checkpoint(model: str) -> None:
     """Seconds and memory of ``lb.weight_norms``, imports left out."""
-    lb.weight_norms("builtin:gpt2")  # imports, and what is built once
+    for package in ("accelerate", "gguf"):  # of GGUF files
+        importlib.import_module(package)
+    lb.weight_norms("builtin:gpt2")  # other imports, and what is built once
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     wall, start = time.perf_counter(), time.process_time()
     ds = lb.weight_norms(model)

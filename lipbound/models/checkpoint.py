@@ -210,7 +210,7 @@ class Checkpoint:
                 missing = f"{what} ({files.split()[0]} or the like)"
                 raise CheckpointError(f"{who} has no files of its {missing}; give {advice}")
         usable = explained(CheckpointError, f"{who} has no usable {what} (", f"); give {advice}")
-        with usable, quiet(), gguf_read_once(folder / file if file else None):
+        with usable, quiet(), gguf_read_once(folder / file if file else None, words=True):
             return loader.from_pretrained(repo, **options)
 
     @property

@@ -108,10 +108,12 @@ class GgufRef(TensorRef):
         import gguf
 
         (stored,) = (one for one in gguf_of(self.file).tensors if one.name == self.key)
-        numbers = gguf.dequantize(stored.data, stored.tensor_type)
+        like = stored.data  # a view of the mapped file, whose pages would stay in memory
+        raw = np.fromfile(self.file, like.dtype, like.size, offset=stored.data_offset)
+        numbers = gguf.dequantize(raw.reshape(like.shape), stored.tensor_type)
         told: dict[str, Any] = {"tensor_key_mapping": {}, "parsed_parameters": {"tensors": {}}}
         made = self.turned.process(weights=numbers, name=self.key, **told).weights
-        return torch.from_numpy(np.array(made)).view(self.shape)
+        return torch.from_numpy(np.ascontiguousarray(made)).view(self.shape)
 
 
 def extremes(tensor: Tensor) -> Tensor:
@@ -329,13 +331,14 @@ def gguf_tensors(file: Path, config: PretrainedConfig) -> dict[str, TensorRef]:
 
 
 @contextmanager
-def gguf_read_once(file: Path | None) -> Iterator[None]:
+def gguf_read_once(file: Path | None, words: bool = False) -> Iterator[None]:
     """Have transformers read a GGUF file once, not for each of configuration, weights, tokenizer.
 
     Names of tensors are likewise listed once, and no bar is drawn: a third of the time.
 
     Args:
         file: itself; None changes nothing.
+        words: as in `gguf_of`.
 
     Yields:
         Nothing; while the context lasts, functions of transformers and gguf are replaced.
@@ -345,7 +348,8 @@ def gguf_read_once(file: Path | None) -> Iterator[None]:
             import gguf
             from transformers import modeling_gguf_pytorch_utils as reader
 
-            names, read = lru_cache(gguf.get_tensor_name_map), lambda path, mode="r": gguf_of(path)
+            names = lru_cache(gguf.get_tensor_name_map)
+            read = lambda path, mode="r": gguf_of(path, words)  # noqa: E731
             stack.enter_context(temporarily("GGUFReader", read, gguf))
             stack.enter_context(temporarily("get_tensor_name_map", names, gguf))
             if not os.environ.get(VERBOSE):
@@ -353,24 +357,29 @@ def gguf_read_once(file: Path | None) -> Iterator[None]:
         yield
 
 
-def gguf_of(file: str | Path) -> Any:
-    """Return ``gguf.GGUFReader`` of a file; the last one is kept while its file does not change."""
-    return _read_gguf(Path(file).resolve(), _stamp(Path(file)))
+def gguf_of(file: str | Path, words: bool = False) -> Any:
+    """Return ``gguf.GGUFReader`` of a file; the last ones are kept while it does not change.
+
+    Args:
+        file: itself.
+        words: with the tokenizer's lists, rather than lists as long without content.
+    """
+    return _read_gguf(Path(file).resolve(), _stamp(Path(file)), words)
 
 
 _in_order = lru_cache(lambda dtype, order: np.dtype(dtype).newbyteorder(order))
 
 
-@lru_cache(maxsize=1)
-def _read_gguf(file: Path, stamp: tuple[int, int]) -> Any:
-    from gguf.gguf_reader import GGUFReader
+@lru_cache(maxsize=2)
+def _read_gguf(file: Path, stamp: tuple[int, int], words: bool) -> Any:
+    from gguf.gguf_reader import GGUFReader, GGUFValueType
 
     class HeldReader(GGUFReader):  # type: ignore[misc]
         """A reader that holds what a file announces against its size before it goes there.
 
-        What it reads, two arrays for each token and each merge of the tokenizer, are plain views of
-        the mapped file with a dtype that they share: half of the memory and a fifth of the time of
-        the package's own.
+        What it reads, with words two arrays for each token and each merge of the tokenizer, are
+        plain views of the mapped file with a dtype that they share: half of the memory and a fifth
+        of the time of the package's own. Without words it steps over the tokenizer's lists.
         """
 
         def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
@@ -379,6 +388,26 @@ def _read_gguf(file: Path, stamp: tuple[int, int]) -> Any:
             if end > len(self.data):
                 raise ValueError(f"it has {len(self.data)} bytes and announces {end} or more")
             return np.asarray(self.data)[int(offset) : end].view(kind)
+
+        def _get_str(self, offset: int) -> Any:
+            self.last = super()._get_str(offset)
+            return self.last
+
+        def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+            known = GGUFValueType(raw_type)  # of what the last string names
+            told = known == GGUFValueType.ARRAY and bytes(self.last[1]).startswith(b"tokenizer.")
+            if words or not told:
+                return super()._get_field_parts(orig_offs, raw_type)
+            kind = GGUFValueType(self._get(orig_offs, np.uint32)[0])
+            count, end = int(self._get(orig_offs + 4, np.uint64)[0]), orig_offs + 12
+            if kind == GGUFValueType.STRING:
+                for _ in range(count):
+                    end += 8 + int(self._get(end, np.uint64)[0])
+                every = self._get(end, np.uint8, 0)
+            else:
+                every = self._get(end, self.gguf_scalar_to_np[kind], count)
+                end += every.nbytes
+            return end - orig_offs, [every[:1]], [0] * count, [known, kind]
 
     before = f"{file} is cut off, damaged or no GGUF file of a known version ("
     with explained(CheckpointError, before, "); fetch it again"):

@@ -50,6 +50,8 @@ def test_weights_may_stay_in_the_file(tmp_path):
     expected = save_gguf(tmp_path / "model.gguf")
     checkpoint = lb.load_checkpoint(tmp_path / "model.gguf", weights="layers")
     assert weight_files.is_offloaded(checkpoint.model)
+    words = weight_files.gguf_of(tmp_path / "model.gguf").fields["tokenizer.ggml.tokens"]
+    assert len(words.parts) < len(words.data) == checkpoint.config.vocab_size  # are not read
     with weight_files.resident(checkpoint.model):
         close(checkpoint.model.state_dict(), expected, 0)
 
