@@ -187,6 +187,9 @@ class Checkpoint:
     def image_processor(self) -> Any:
         """Load the checkpoint's image processor, or the one that was given for it.
 
+        It is the one that computes with Pillow, whether torchvision is installed or not (with
+        transformers that have both).
+
         Returns:
             A processor of transformers; CheckpointError is raised where there is none.
         """
@@ -209,6 +212,8 @@ class Checkpoint:
                 # without them transformers makes up a tokenizer that knows no word
                 missing = f"{what} ({files.split()[0]} or the like)"
                 raise CheckpointError(f"{who} has no files of its {missing}; give {advice}")
+        if loader is AutoImageProcessor:  # with torchvision there pixels would be others
+            options["backend"] = "pil"
         usable = explained(CheckpointError, f"{who} has no usable {what} (", f"); give {advice}")
         with usable, quiet(), gguf_read_once(folder / file if file else None, words=True):
             return loader.from_pretrained(repo, **options)

@@ -309,8 +309,9 @@ class Monitor:
             kind = "" if isinstance(error, LipboundError) else f"{type(error).__name__}: "
             tell(f"step {step} of the training was not measured or kept: {kind}{error}")
             return None
+        every = logged_numbers(ds, self._logged, per_head=self._per_head) if self._logs else {}
         for log in self._logs:
-            log(logged_numbers(ds, self._logged, per_head=self._per_head), step)
+            log(dict(every), step)
         self._alarm(ds, step)
         return ds
 

@@ -162,7 +162,8 @@ def handling(function: AttentionFunction, fused: Callable[..., Tensor]) -> Itera
     # code runs once, also where a backward pass would run it again
     once = SimpleNamespace(apply=lambda function, preserve, *args: function(*args))
     swapped += [(checkpoint, "CheckpointFunction", once)]
-    swapped += [(checkpoint, "_checkpoint_without_reentrant_generator", lambda *_, **__: (yield))]
+    again = [name for name in vars(checkpoint) if name.startswith("_checkpoint_without_reentr")]
+    swapped += [(checkpoint, name, lambda *_, **__: (yield)) for name in again]
     if flex := sys.modules.get("torch.nn.attention.flex_attention"):
         adapted = partial(_adapted, fused, partial(_flexible, flex))
         new = ("flex_attention_hop", adapted), ("_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
