@@ -68,14 +68,14 @@ def checksums(ds: xr.Dataset) -> xr.DataArray:
     if schema.STEP in ds.dims:
         steps = [checksums(ds.isel({schema.STEP: i})) for i in range(ds.sizes[schema.STEP])]
         return xr.concat(steps, ds[schema.STEP]).transpose(*ds["exact"].dims)
-    dims = ds["exact"].dims
+    sizes = dict(ds["exact"].sizes)
     names = sorted(schema.own(ds))
     sample = schema.RUN_SAMPLE if schema.RUN_SAMPLE in ds.variables else "sample"
     numbers = [sample, "layer", "length", *(n for n in ("head", schema.STEP) if n in ds.coords)]
     # neither the type on disk nor the kind of NaN or zero changes a column
-    columns = {str(k): ds[name].variable.astype("<f8") for k, name in enumerate([*names, *numbers])}
-    table = xr.Dataset({k: (v.dims, v.values) for k, v in columns.items()}).to_array("column")
-    rows = (table + 0.0).fillna(np.nan).transpose(*dims, "column").values
+    columns = [ds.variables[name].astype("<f8").set_dims(sizes) for name in [*names, *numbers]]
+    rows = np.stack([one.values for one in columns], -1) + 0.0
+    rows[np.isnan(rows)] = np.nan
     shape = rows.shape[:-1]
     run = ds[schema.RUN].transpose("sample", "layer").values if schema.RUN in ds.variables else 0
     run = np.broadcast_to(run, shape[:2])
@@ -92,7 +92,7 @@ def checksums(ds: xr.Dataset) -> xr.DataArray:
             first = digest.digest()[:4]
             values[(s, layer, *place)] = int.from_bytes(first, "little", signed=True)
     long_name = "hash of what stood at this place when it was computed"
-    return xr.DataArray(values, dims=dims, attrs={"long_name": long_name, "said": sayings(ds)})
+    return xr.DataArray(values, dims=[*sizes], attrs={"long_name": long_name, "said": sayings(ds)})
 
 
 def sayings(ds: xr.Dataset) -> dict[str, str]:

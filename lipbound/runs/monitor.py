@@ -5,7 +5,7 @@ import shutil
 import warnings
 import weakref
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Self
@@ -430,12 +430,13 @@ def as_run(extras: xr.Dataset, like: xr.Dataset) -> xr.Dataset:
     """Return a step of extras alone as a run, with NaN for all else that another step has."""
     if CHECKSUM in extras.variables:  # it has norms
         return extras
-    ds = like.drop_vars(CHECKSUM)
+    ds, filled = like.drop_vars(CHECKSUM), dict[Hashable, Any]()
     for name, one in ds.variables.items():
         if one.dims[:2] == AXES[:2]:
             nothing = np.full(one.shape, compare.EMPTY[one.dtype.kind])
-            ds[name] = one.dims, extras[name].values if name in extras else nothing, one.attrs
-    return sealed(ds.assign_coords({STEP: int(extras[STEP])}), RunInfo.of(like))
+            filled[name] = one.dims, extras[name].values if name in extras else nothing, one.attrs
+    ds = ds.assign(filled).assign_coords({STEP: int(extras[STEP])})
+    return sealed(ds, RunInfo.of(like))
 
 
 def write_steps(path: Path, steps: Sequence[xr.Dataset], position: int) -> None:
