@@ -145,9 +145,8 @@ def panel(values: V, how: str | float) -> V:
 
 def reduction_name(how: str | float) -> str:
     """A reduction in words."""
-    if not isinstance(how, str):
-        return f"{how:g}-quantile"
-    return {"mean": "arithmetic mean", "geomean": "geometric mean", "max": "maximum"}.get(how, how)
+    names = {"mean": "arithmetic mean", "geomean": "geometric mean", "max": "maximum", 0: "minimum"}
+    return names.get(how, how if isinstance(how, str) else f"{how:g}-quantile")
 
 
 BY = ("bound", "layer", "head")

@@ -12,7 +12,6 @@ from support.versions import marked
 import lipbound as lb
 from lipbound.attention.conditioning import conditioning
 from lipbound.linalg.matrix_norms import product_norms
-from lipbound.reporting import tables
 from lipbound.runs.head_extras import of_heads
 from lipbound.schema import BATCH_LOGIT, OF_HEADS, OF_WEIGHTS
 
@@ -167,7 +166,7 @@ def test_negative_logits_have_no_geometric_mean_and_what_is_not_clipped_the_fact
     ds["largest_logit"][:] = 2.0
     ds["largest_logit"][0, 0, 0] = -1.0
     np.testing.assert_array_equal(lb.tables.breakdown(ds)["largest_logit"][:2], [np.nan, 2.0])
-    assert any(note.endswith("from 1.000 to 1.000") for note in tables.extra_notes(ds))
+    assert any(note.endswith("from 1.000 to 1.000") for note in lb.tables.extra_notes(ds))
 
 
 def test_a_monitor_follows_them():
