@@ -222,7 +222,8 @@ class Contents:
     def of(cls, ds: xr.Dataset) -> Self:
         """Count what of a run is there; it has the axes that `lipbound.runs.store.run_of` gives."""
         there = ds.variables["exact"].notnull()
-        heads = there.any("sample").sum("head") if "head" in ds.dims else there.any() * 0
+        others = [dim for dim in there.dims if dim not in AXES[1:]]  # a step may have no norms
+        heads = there.any(others).sum("head") if "head" in ds.dims else there.any() * 0
         return cls(
             samples=int(ds.sizes["sample"]),
             exact_samples=int(with_exact(ds).sum()),

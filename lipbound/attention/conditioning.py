@@ -58,6 +58,7 @@ def conditioning(att: Attention | ModuleAttention, name: str, *, whole: bool = F
     - ``rho_ln``: :math:`D\,u\,\overline{\sigma^2} / eps` of the LayerNorm that feeds the layer,
       :math:`\overline{\sigma^2}` the mean of its inputs' variances over tokens, D their width, eps
       its own, and u the unit roundoff of bfloat16: what rounding makes of the variance, beside eps.
+      The authors' code takes the larger of it and that of the LayerNorm before the block's MLP.
 
     Args:
         att: the layer. name: which.

@@ -145,9 +145,8 @@ def panel(values: V, how: str | float) -> V:
 
 def reduction_name(how: str | float) -> str:
     """A reduction in words."""
-    if not isinstance(how, str):
-        return f"{how:g}-quantile"
-    return {"mean": "arithmetic mean", "geomean": "geometric mean", "max": "maximum"}.get(how, how)
+    names = {"mean": "arithmetic mean", "geomean": "geometric mean", "max": "maximum", 0: "minimum"}
+    return names.get(how, how if isinstance(how, str) else f"{how:g}-quantile")
 
 
 BY = ("bound", "layer", "head")
@@ -168,7 +167,7 @@ AUDITED = ("compared", "sound", "violations")
 EXTRA_WIDTHS = dict.fromkeys(schema.EXTRAS.values(), 2e-6) | {schema.EXTRAS["condition"]: 0.04}
 """Relative widths to which the extras of runs are known."""
 MOST = {"row_norm": 0.5, "qk_clip": 1.0}
-"""Values that extras cannot exceed."""
+"""Values that extras cannot exceed, and to be told from what is near: no clip is no clip."""
 OFF_SCALE = 4.0
 """Decades by which a panel's median may exceed every other panel's before it leaves the shared
 scale."""
@@ -434,7 +433,8 @@ def quantity(ds: xr.Dataset, name: str, end: End = None) -> xr.Variable:
         return there[name if end is None else f"{name}_{('lower', 'upper')[end]}"]
     if name in EXTRA_WIDTHS:
         width = 0 if end is None else (end - 0.5) * EXTRA_WIDTHS[name]
-        return (there[name] + width * abs(there[name])).clip(max=MOST.get(name, np.inf))
+        most, value = MOST.get(name, np.inf), there[name]
+        return (value + width * abs(value)).clip(max=most).where(value != most, most)
     of = "exact" if name == "exact" else schema.compared_with(ds, name)
     exact = there[of]
     norms = [exact * (1 - allowance(of)), exact * (1 + float(ds.attrs["tol"]))]

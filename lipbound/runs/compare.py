@@ -67,9 +67,8 @@ LABELS = {
 """Labels and long names of exact norms, and of what attention itself is."""
 SOURCES = {
     "wqk_norm": "Zhai et al. 2023, Theorem 3.1",
-    "wqk_stable_rank": "Rudelson and Vershynin 2007",
     "wov_norm": "the OV circuit of Elhage et al. 2021",
-    "wov_stable_rank": "Rudelson and Vershynin 2007",
+    **dict.fromkeys(schema.OF_WEIGHTS[1::2], "Rudelson and Vershynin 2007"),
     "row_norm": "the factor of Theorem 3 of Yudin et al. 2025",
     "largest_logit": "Dehghani et al. 2023",
     **dict.fromkeys(("qk_clip", "batch_logit"), "Kimi Team 2025, section 2.1"),

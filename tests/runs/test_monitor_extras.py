@@ -115,13 +115,14 @@ def test_extras_are_drawn_over_steps_and_of_batches_not_verified(tmp_path):
             values = there.transpose("step", ...).values.reshape(len(there), -1)
             np.testing.assert_allclose(line.get_ydata(), reduced(values), rtol=1e-12)
         assert (axes.get_yscale() == "log") == (name in ("wqk_norm", "frobenius"))
+    told = (tmp_path / "qk_clip.caption.txt").read_text()
+    assert all(words in told for words in ("minimum over", f"layers x {run.sizes['head']} heads"))
     model = trainers.decoder(**NO_DROPOUT)  # as at the last norms
     train(model.train(), 4)
     found = lb.verify(single, model=model, data=IDS)
     assert found.ok, found
     assert "batch_logit" not in found.table.index
-    note = "batch_logit is of batches of the training, and cannot be computed again"
-    assert found.notes[-1] == note
+    assert found.notes[-1].endswith("of batches of the training, and cannot be computed again")
 
 
 def test_steps_that_come_again_are_replaced_and_alarms_are_told(tmp_path):
