@@ -118,14 +118,16 @@ class StreamedHeadJacobian(HeadOperator):
     """Position in the whole batch: sample times heads plus head."""
     wide_q: PerEntry[Tensor]
     wide_k: PerEntry[Tensor]
-    top: PerEntry[Tensor | None]
-    """Largest score of each row, (batch, N, 1); None where scores have it taken off."""
+    top: PerEntry[Tensor]
+    """Largest score of each row, (batch, N, 1)."""
     total: PerEntry[Tensor]
     """Sum of each row's exponentials, (batch, N, 1)."""
     blocks: PerEntry[RowBlocks]
     """Rows that are formed together, and the keys that they see."""
     kept: PerEntry[Kept | None]
     """All of P that is not zero, where it fits."""
+    shifted: bool
+    """True if scores come out as logarithms of P, by one more coordinate of queries and keys."""
 
     def __init__(self, att: Attention):
         self._set(att)
@@ -134,6 +136,7 @@ class StreamedHeadJacobian(HeadOperator):
         self.top = torch.zeros(self.batch, att.tokens, 1, dtype=torch.float64, device=self.device)
         self.total = torch.ones_like(self.top)
         self.o, self.blocks, self.kept = torch.zeros_like(self.v), _blocks(att), None
+        self.shifted = False
         needed = self.blocks.size * SCORE_BYTES * (1 if att.cap is None else 2)
         fits = needed <= whole_bytes(self.device) and not BY_ROWS.get()
         found = [self._first_pass(b, fits) for b in range(self.batch)]
@@ -166,7 +169,7 @@ class StreamedHeadJacobian(HeadOperator):
         """Products scale q k^T for some queries and keys of an entry, (rows, keys), float64."""
         q, k = self.wide_q[b, rows], self.wide_k[b, keys]
         # nothing is added, and the scale takes no pass of its own
-        scale = 1.0 if self.top is None else self.layer.scale
+        scale = 1.0 if self.shifted else self.layer.scale
         return torch.addmm(q.new_empty(1), q, k.mT, beta=0, alpha=scale)
 
     def _scores(self, b: int, rows: slice, keys: slice) -> Tensor:
@@ -199,7 +202,7 @@ class StreamedHeadJacobian(HeadOperator):
             return
         for rows, keys in self.blocks.of(b):
             scores = self._scores(b, rows, keys)
-            if self.top is None:
+            if self.shifted:
                 p = scores.to(self.dtype).exp_()
             else:
                 p = self._shares(b, rows, scores.sub_(self.top[b, rows]).exp_())
@@ -212,13 +215,14 @@ class StreamedHeadJacobian(HeadOperator):
 
     def to(self, dtype: torch.dtype) -> Self:
         # scores stay in float64, and masks as they are
-        kept = {name: getattr(self, name) for name in ("layer", "wide_q", "wide_k", "top", "total")}
-        if dtype == torch.float32 and not (self.kept or self.layer.cap) and self.top is not None:
-            # a search: the logarithm of each row's sum is one more coordinate of its query
+        names = ("layer", "wide_q", "wide_k", "top", "total", "shifted")
+        kept = {name: getattr(self, name) for name in names}
+        if dtype == torch.float32 and not (self.kept or self.layer.cap or self.shifted):
+            # for a search: what proofs count are scores less the largest, divided by sums
             off = self.top + self.total.log()
-            kept["wide_q"] = torch.cat([self.layer.scale * self.wide_q, -off], -1)
-            kept["wide_k"] = torch.cat([self.wide_k, torch.ones_like(off)], -1)
-            kept["top"] = None
+            q = torch.cat([self.layer.scale * self.wide_q, -off], -1)
+            k = torch.cat([self.wide_k, torch.ones_like(off)], -1)
+            kept |= {"wide_q": q, "wide_k": k, "shifted": True}
         bare = self._with(**dict.fromkeys(kept))
         return super(StreamedHeadJacobian, bare).to(dtype)._with(**kept)
 

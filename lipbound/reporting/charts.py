@@ -18,7 +18,7 @@ from lipbound.formatting import counted, directed, joined, plain, span
 from lipbound.reporting import statistics, styles
 from lipbound.reporting.labels import extra_title, model_name, over, relabelled, told, told_apart
 from lipbound.runs.store import load, run_of, takes_run
-from lipbound.schema import ALIKE, EXACT, EXTRAS, MEANS, STATISTICS, STEP, with_exact
+from lipbound.schema import ALIKE, EXACT, EXTRAS, STATISTICS, STEP, with_exact
 
 if TYPE_CHECKING:
     from lipbound.jacobians.token_norms.token_norm import TokenProfile
@@ -312,8 +312,7 @@ def over_steps(
     extras = statistics.extras(ds)
     name = choice("quantity", EXTRAS.get(name, name), [*known, *extras])
     logarithmic = name not in UNITS
-    usual = dict.fromkeys(MEANS, "mean") | {"largest_logit": "max", "batch_logit": "max"}
-    how = (usual | {"qk_clip": 0.0}).get(name, "geomean") if reduce is None else reduce
+    how = statistics.USUAL.get(name, "geomean") if reduce is None else reduce
     axes_of_mean = [axis for axis in ("sample", "head") if axis in ds.dims]
     lines = statistics.reduce_samples(ds[name], how, axes_of_mean).transpose("layer", STEP)
     settings, inches, _ = styles.look(None, width, font_size)

@@ -18,6 +18,9 @@ from lipbound.runs.store import takes_run
 REDUCTIONS = ("mean", "geomean", "max", "median")
 Reduction = str | float
 """One of these, or a quantile in [0, 1]."""
+USUAL: dict[str, Reduction] = {"largest_logit": "max", "batch_logit": "max", "qk_clip": 0.0}
+USUAL |= dict.fromkeys(schema.MEANS, "mean")
+"""How quantities are reduced, by name, of which a geometric mean says nothing."""
 End = int | None
 """An end of enclosures: 0 the lower one, 1 the upper one; None for the values themselves."""
 V = TypeVar("V", xr.DataArray, xr.Variable)
@@ -143,6 +146,11 @@ def panel(values: V, how: str | float) -> V:
     return (reduce_samples(values, how) if over == "head" else values).transpose("layer", over)
 
 
+def usual(how: Reduction) -> dict[str, Reduction]:
+    """Return the quantities that are reduced in another way than others, and in which."""
+    return USUAL if how == "geomean" else {}
+
+
 def reduction_name(how: str | float) -> str:
     """A reduction in words."""
     names = {"mean": "arithmetic mean", "geomean": "geometric mean", "max": "maximum", 0: "minimum"}
@@ -259,7 +267,8 @@ def breakdown(
         by: "layer" or "head".
         bounds: which; all of the run by default.
         reduce: "geomean", "mean", "max", "median" or a quantile, over samples (and heads, for
-            layers).
+            layers). Beside geometric means stand the largest logit and the smallest factor of
+            QK-clip.
         values: "ratio" (bound / exact) or "value".
 
     Returns:
@@ -297,9 +306,10 @@ def cells(
     shown |= {name: quantity(ds, name, end) for name in extras(ds)}
     for name in names:
         shown[name] = quantity(ds, name, end) if values == "ratio" else ds.variables[name]
-    found = {name: reduce_samples(one, reduce, ["sample", *inner]) for name, one in shown.items()}
+    own, over = usual(reduce), ["sample", *inner]
+    found = {name: reduce_samples(t, own.get(name, reduce), over) for name, t in shown.items()}
     found |= {"sample_min": single.min("sample"), "sample_max": single.max("sample")}
-    found |= zip(INTERVAL, interval(exact, reduce, ["sample", *inner]), strict=True)
+    found |= zip(INTERVAL, interval(exact, reduce, over), strict=True)
     columns = {name: found[name].transpose(*levels).values.ravel() for name in order}
     return pd.DataFrame(columns, ds[levels].coords.to_index(levels))
 

@@ -604,10 +604,16 @@ def _by_place(ds: xr.Dataset, by: str, chosen: Names, reduce: str | float, value
     heads, name = by == "layer" and "head" in ds.dims, statistics.reduction_name(reduce)
     mean = f"{name} over heads" if heads else exact
     what = ("bound / exact" if values == "ratio" else "bound") if names else ""
-    head = ", ".join(filter(None, (exact, *others.values(), what)))
     axes = ("sample",) if by == "head" else ("sample", "head")
-    if means := texts.over(ds, axes, exact=values == "ratio"):
-        head = f"{name}{means}: {head}"
+    means = texts.over(ds, axes, exact=values == "ratio")
+    own = statistics.usual(reduce) if means else {}
+    alike = (title for name, title in others.items() if name not in own)
+    head = ", ".join(filter(None, (exact, *alike, what)))
+    if means:
+        apart = [
+            f"{statistics.reduction_name(own[k])} of the {others[k]}" for k in others if k in own
+        ]
+        head = "; ".join([f"{name}{means}: {head}", *apart])
     there = schema.Contents.of(ds)
     if there.norms and there.exact_samples != there.samples:
         bounded = "" if values == "ratio" else f", bounds of all {there.samples}"

@@ -73,7 +73,8 @@ def checksums(ds: xr.Dataset) -> xr.DataArray:
     sample = schema.RUN_SAMPLE if schema.RUN_SAMPLE in ds.variables else "sample"
     numbers = [sample, "layer", "length", *(n for n in ("head", schema.STEP) if n in ds.coords)]
     # neither the type on disk nor the kind of NaN or zero changes a column
-    columns = [ds.variables[name].astype("<f8").set_dims(sizes) for name in [*names, *numbers]]
+    given: Any = ds.variables
+    columns = [given[name].astype("<f8").set_dims(sizes) for name in [*names, *numbers]]
     rows = np.stack([one.values for one in columns], -1) + 0.0
     rows[np.isnan(rows)] = np.nan
     shape = rows.shape[:-1]

@@ -160,13 +160,14 @@ def test_what_is_missing_is_told():
         lb.compare([att], bounds="none", extras="wov_norm", dtype="float64", progress=False)
 
 
-def test_negative_logits_have_no_geometric_mean_and_what_is_not_clipped_the_factor_one(bert):
+def test_tables_have_the_largest_logits_and_smallest_factors_of_places(bert):
     options = {"bounds": "none", "extras": ["largest_logit", "qk_clip"], "tau": 1e3}
     ds = lb.compare(bert, TEXTS, max_length=8, progress=False, **options)
-    ds["largest_logit"][:] = 2.0
-    ds["largest_logit"][0, 0, 0] = -1.0
-    np.testing.assert_array_equal(lb.tables.breakdown(ds)["largest_logit"][:2], [np.nan, 2.0])
     assert any(note.endswith("from 1.000 to 1.000") for note in lb.tables.extra_notes(ds))
+    ds["largest_logit"][:], ds["qk_clip"][0, 0, 0] = -2.0, 0.5
+    ds["largest_logit"][0, 0, 0] = -1.0
+    np.testing.assert_array_equal(lb.tables.breakdown(ds)["largest_logit"][:2], [-1.0, -2.0])
+    np.testing.assert_array_equal(lb.tables.breakdown(ds)["qk_clip"][:2], [0.5, 1.0])
 
 
 def test_a_monitor_follows_them():
