@@ -143,7 +143,7 @@ class Checkpoint:
 
     @property
     def accepted(self) -> list[str]:
-        """Names of what the model's forward pass takes."""
+        """Names of what the model's forward pass takes; none where they cannot be told."""
         parameters = inspect.signature(self.model.forward).parameters.values()
         return [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
 
