@@ -19,7 +19,7 @@ import xarray as xr
 from lipbound import devices, schema
 from lipbound.attention.variants import titles
 from lipbound.bounds import registry
-from lipbound.errors import CheckpointError, LipboundError, tell
+from lipbound.errors import CheckpointError, LipboundError, indices, tell
 from lipbound.jacobians.maps import WHOLE, map_words
 from lipbound.models import weight_files
 from lipbound.models.capture.verification import most_padded
@@ -286,11 +286,11 @@ class Plan:
         done = np.zeros((self.samples, len(self.layers)), dtype=bool)
         for one in found:
             done[one.start : one.start + len(one.lengths), one.layer] = True
-        blocks = []
+        blocks: list[SampleBlock] = []
         for start in range(0, self.samples, self.block):
             stop = min(self.samples, start + self.block)
             skip = frozenset(np.flatnonzero(done[start:stop].all(0)).tolist())
-            blocks += [SampleBlock(start, stop, skip)] * (len(skip) < len(self.layers))
+            blocks += [(start, stop, skip)] * (len(skip) < len(self.layers))
         return blocks
 
 
@@ -319,7 +319,7 @@ def plan(
     layers = measure.layers_at(sources.capturer, sources.inputs.block(0, 1, sources.device), config)
     if (sample := most_padded(sources.inputs.batch)) is not None:
         sources.capturer.examine(sources.inputs.block(sample, sample + 1, sources.device))
-    if any(i < 0 for i in config.chosen_layers or ()):
+    if config.layers and min(indices("layers", config.layers)) < 0:
         measured = ", ".join(str(one.index) for one in layers)
         note(sources.inputs, f"layers below zero count from the end: here {measured}")
     silent = silent_bounds(config, layers)
@@ -327,10 +327,8 @@ def plan(
     room = min(layer.memory.room(memory) for layer in layers)
     exact = config.exact_count(samples)
     spec = config.of_places(names, exact, norms_shape(layers, config.map))
-    count = sources.capturer.count
-    assert count is not None  # it was counted with the layers
     block = block or min(room, -(-samples // parts))
-    return Plan(spec, layers, samples, block, room, silent, count)
+    return Plan(spec, layers, samples, block, room, silent, sources.capturer.count)
 
 
 def all_variants(layers: Sequence[LayerInfo]) -> frozenset[str]:

@@ -66,23 +66,24 @@ class Capturer:
 
     Args:
         model: a transformers model whose attention goes through ``AttentionInterface``.
-        layers: indices of attention calls, in the order of the forward pass; all by default.
+        layers: indices of attention calls, in the order of the forward pass, one, several, or text;
+            all by default.
         around: also find what stands around each layer
             (`lipbound.models.capture.verification.surroundings`).
         closed: whether to look for closed forms; False to measure every layer by automatic
             differentiation.
 
     Attributes:
-        count: how many attention layers the model has, once it was run.
+        count: how many attention layers the model has; 0 before it was run.
         notes: what there was to tell: attention that is left out, padding that is none, numbers
             that depend on the batch.
     """
 
     model: nn.Module
-    layers: Sequence[int] | None = None
+    layers: Sequence[int] | int | str | None = None
     around: bool = False
     closed: bool = True
-    count: int | None = field(default=None, init=False)
+    count: int = field(default=0, init=False)
     notes: list[str] = field(default_factory=list)
     _name: str = interface.RECORDING_ATTENTION
     _weights: dict[int, ProbedWeights] = field(default_factory=dict)
