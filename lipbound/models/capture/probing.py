@@ -111,6 +111,9 @@ class ProbedLayer(rerun.ModuleCopy):
         count = 1 if isinstance(given, Tensor) else 2 * isinstance(given, tuple | list)
         if given is not None and len(self._tables) != count:
             raise call.unsupported(f"is given positions of unknown make ({type(given).__name__})")
+        # cosines 1 and sines 0, or complex numbers 1, turn nothing
+        still = [*map(torch.ones_like, self._tables[:1]), *map(torch.zeros_like, self._tables[1:])]
+        self._unturned: Any = still[0] if isinstance(given, Tensor) else tuple(still)
         super().__init__(call, call.run)
         self.stubs = stub_norms(self.module)
 
@@ -121,8 +124,7 @@ class ProbedLayer(rerun.ModuleCopy):
             tokens: (samples, N, D), float64.
             turned: with the call's position embeddings.
         """
-        given = self._positions
-        named = {} if turned or given is None else {POSITIONS: _unturned(given)}
+        named = {} if turned or self._positions is None else {POSITIONS: self._unturned}
         parts, form = self.with_tokens(tokens, rerun.QKV, **named)[1], self.call.form
         one = parts[0]
         if form is None:
@@ -209,14 +211,6 @@ class ProbedLayer(rerun.ModuleCopy):
             if fits and misses(turns.rotation, turns.order, y, z) <= ROTATION_TOLERANCE:
                 return turns._replace(positions=given)
         return find_rotation(given, y, z)
-
-
-def _unturned(positions: Any) -> Any:
-    """Return position embeddings that turn nothing: cosines 1 and sines 0, or complex numbers 1."""
-    if isinstance(positions, Tensor):
-        return torch.ones_like(positions)
-    cos, sin = positions
-    return torch.ones_like(cos), torch.zeros_like(sin)
 
 
 def probe(call: Call, known: Iterable[Turns] = ()) -> ProbedWeights:

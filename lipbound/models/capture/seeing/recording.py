@@ -173,7 +173,7 @@ class Call(Heads):
         return self.run.name
 
     @property
-    def given(self) -> object:
+    def given(self) -> Any:
         """The token vectors as the module was given them, in whatever layout."""
         return self.run.given if self.stream is None else self.stream
 
