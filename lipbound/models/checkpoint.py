@@ -16,15 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, fx, nn
 from torch._ops import OpOverload
-from transformers import (
-    AutoImageProcessor,
-    AutoTokenizer,
-    Pipeline,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoImageProcessor, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.module_attention import ModuleAttention
@@ -35,7 +30,7 @@ from lipbound.models.weight_files import gguf_read_once
 
 AnyModel = str | Path | nn.Module | Sequence[Attention | ModuleAttention]
 """Anything whose attention is measured: a checkpoint's name or place, a module, layers."""
-MASK, POSITION_IDS = "attention_mask", "position_ids"
+MASK = "attention_mask"
 MODALITIES = {"input_ids": "text", "pixel_values": "image"}
 """Kinds of data, by the name of a model's main input."""
 OF_TOKENIZERS = "tokenizer.json tokenizer* vocab* merges.txt *.model *.tiktoken *.vocab tekken.json"
@@ -301,17 +296,16 @@ class Inputs:
         """Return samples start...stop-1, on a device, and the options."""
         tensors = {name: tensor[start:stop].to(device) for name, tensor in self.batch.items()}
         if self.has_axes:
-            tensors[POSITION_IDS] = tensors[POSITION_IDS].transpose(0, 1)
+            tensors["position_ids"] = tensors["position_ids"].transpose(0, 1)
         options = {n: v.to(device) if isinstance(v, Tensor) else v for n, v in self.options.items()}
         return tensors | options
 
 
 def text_part(config: Any) -> Any:
     """Return the part of a configuration that is about text, or all of it."""
-    try:
+    with suppress(AttributeError, ValueError):  # several are about text
         return config.get_text_config()
-    except (AttributeError, ValueError):  # several are about text
-        return config
+    return config
 
 
 def unmarked_padding(model: Any, batch: Mapping[str, Tensor]) -> list[str]:
@@ -487,7 +481,7 @@ def _inside(given: Any) -> tuple[object | None, str]:
         wrapper, or "".
     """
     kind, configs = type(given).__name__, getattr(given, "peft_config", None)
-    if isinstance(given, Checkpoint | Pipeline):
+    if isinstance(given, Checkpoint | transformers.Pipeline):
         return given.model, ""
     if isinstance(given, type | PreTrainedModel):
         return None, ""

@@ -16,15 +16,7 @@ from transformers import PreTrainedModel
 
 from lipbound import errors
 from lipbound.errors import CheckpointError, InputsError, knows_options, name_or_none, shown, tell
-from lipbound.models.checkpoint import (
-    MASK,
-    POSITION_IDS,
-    Checkpoint,
-    Inputs,
-    named_inputs,
-    text_part,
-    unmarked_padding,
-)
+from lipbound.models.checkpoint import Checkpoint, Inputs, named_inputs, text_part, unmarked_padding
 from lipbound.models.loading import SAMPLE, GivenLayers
 from lipbound.models.other_libraries import explained
 from lipbound.models.readers import DEFAULT_LENGTH, READERS, Selection, is_sentence, there
@@ -191,9 +183,9 @@ def ready_inputs(data: Any, checkpoint: Checkpoint, selection: Selection) -> Inp
     samples = next((len(t) for t in given.values() if t.ndim > 1), 0)
     if known and main in given:  # patches of one sample may be packed
         samples = len(given[main]) if given[main].ndim else 0
-    turned = known and given.get(POSITION_IDS, torch.zeros(0)).shape[1:-1] == (samples,)
+    turned = known and given.get("position_ids", torch.zeros(0)).shape[1:-1] == (samples,)
     if turned:
-        given[POSITION_IDS] = given[POSITION_IDS].transpose(0, 1)
+        given["position_ids"] = given["position_ids"].transpose(0, 1)
     if not known or samples == 1:
         apart = [name for name, t in given.items() if not t.ndim or len(t) > samples > 0]
         shared = {name: given.pop(name) for name in sorted(apart)}
@@ -201,7 +193,8 @@ def ready_inputs(data: Any, checkpoint: Checkpoint, selection: Selection) -> Inp
     if wrong or not given or len({len(t) for t in given.values()}) > 1:
         shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in given.items())
         raise InputsError(f"ready inputs must be named {SAMPLES}; given are {shapes or 'none'}")
-    names = names if known or not names else [*names, MASK]  # others may make it of their tokens
+    # other modules may make it of their tokens
+    names = names if known or not names else [*names, "attention_mask"]
     tensors = {name: t for name, t in given.items() if not names or name in names}
     if not tensors:
         raise InputsError(f"ready inputs of {kind} must have {main}; given are {', '.join(given)}")
