@@ -61,6 +61,8 @@ _STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 PATH = "base_model.model."
 """Prefix that PEFT gives to names of tensors."""
 _FINDER = "find_adapter_config_file"
+Stored = Mapping[str, TensorRef]
+"""Tensors of files, by name."""
 
 
 class GivenLayers(nn.Module):
@@ -429,9 +431,7 @@ def _loading(name: str, gguf: Path | None = None) -> Iterator[None]:
         yield
 
 
-def _by_layer(
-    name: str, gguf: Path | None, stored: Mapping[str, TensorRef], options: LoadOptions
-) -> bool:
+def _by_layer(name: str, gguf: Path | None, stored: Stored, options: LoadOptions) -> bool:
     """Return whether weights stay on disk: where it was asked for, or they fill half the memory.
 
     Raises:
@@ -513,9 +513,7 @@ def check_filled(report: dict[str, Any], name: str) -> None:
         raise CheckpointError(f"{start}: {what}, and would be random numbers{instead}")
 
 
-def ask_for_floats(
-    config: PretrainedConfig, name: str, stored: Mapping[str, TensorRef]
-) -> str | None:
+def ask_for_floats(config: PretrainedConfig, name: str, stored: Stored) -> str | None:
     """Have transformers turn weights back while it loads them, where it can.
 
     Args:
@@ -552,7 +550,7 @@ def ask_for_floats(
     return how
 
 
-def check_stored(stored: Mapping[str, TensorRef], model: PreTrainedModel, name: str) -> None:
+def check_stored(stored: Stored, model: PreTrainedModel, name: str) -> None:
     """Refuse safetensors files that hold whole numbers in the place of weights.
 
     Args:
