@@ -123,13 +123,11 @@ class GivenCapturer(Capturer):
     def each(self, inputs: Any, skip: Collection[int] = ()) -> Iterator[LayerCapture]:
         assert isinstance(self.model, GivenLayers)
         layers, numbers = self.model.layers, inputs[SAMPLE]
-        self.count = len(layers)
         first, stop = int(numbers[0]), int(numbers[-1]) + 1
-        for position, i in enumerate(self._chosen(self.count)):
-            if position not in skip:
-                windows = getattr(layers[i], "windows", 1)
-                part = layers[i].select(slice(first * windows, stop * windows))
-                yield LayerCapture(i, f"layers.{i}", part, 0.0, windows)
+        for i in self._chosen(len(layers), skip):
+            windows = getattr(layers[i], "windows", 1)
+            part = layers[i].select(slice(first * windows, stop * windows))
+            yield LayerCapture(i, f"layers.{i}", part, 0.0, windows)
 
 
 @knows_options

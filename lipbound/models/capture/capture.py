@@ -138,8 +138,7 @@ class Capturer:
                 there = partial(moved, device=home, copies={})
                 calls, around = tree_map(there, (calls, around))
             rows = [(call, stream) for call in calls for stream in stream_names(call)]
-            self.count = len(rows)
-            chosen = [i for k, i in enumerate(self._chosen(self.count)) if k not in skip]
+            chosen = self._chosen(len(rows), skip)
             padding = Padding([call for call, stream in rows if stream == INPUT], inputs)
             self._check_pass(inputs, dict.fromkeys(rows[i][0] for i in chosen))
             closed = {i: self._closed(*rows[i], padding) for i in chosen}
@@ -260,17 +259,18 @@ class Capturer:
         compared = [call for call in calls if not call.reason]
         self._verified |= {(c.valid_keys is not None, c.name, c.turn) for c in compared}
 
-    def _chosen(self, count: int) -> list[int]:
-        if self.layers is None:
-            return list(range(count))
-        layers = errors.indices("layers", self.layers)
+    def _chosen(self, count: int, skip: Collection[int]) -> list[int]:
+        """Return which of so many layers are wanted, but for those at the positions ``skip``."""
+        self.count = count
+        layers = range(count) if self.layers is None else errors.indices("layers", self.layers)
         wrong = [i for i in layers if not -count <= i < count]
         if wrong:
             has = f"{counted(count, 'attention layer')}, numbered 0 to {count - 1}"
             raise CaptureError(f"layers {wrong} do not exist: the model has {has}")
         if not layers:
             raise CaptureError(f"layers is empty; name some of the {count} layers, or None for all")
-        return list(dict.fromkeys(i % count for i in layers))
+        wanted = dict.fromkeys(i % count for i in layers)
+        return [i for position, i in enumerate(wanted) if position not in skip]
 
 
 def _tried(made: Callable[..., Any], call: Call, *args: Any) -> Any:
