@@ -166,10 +166,8 @@ class ProbedLayer(rerun.ModuleCopy):
         generator = torch.Generator().manual_seed(1)
         first, second = (self.seen(self.random(generator))[1] for _ in range(2))
         changed = [name for name, t in first.items() if not rerun.same_values(t, second.get(name))]
-        for name in changed:
-            if name not in _ADDED:
-                what = name.replace("_", " ")
-                raise self.call.unsupported(f"computes its {what} from its tokens")
+        if other := [name.replace("_", " ") for name in changed if name not in _ADDED]:
+            raise self.call.unsupported(f"computes its {other[0]} from its tokens")
         return bool(changed)
 
     def turns(self, known: Iterable[Turns] = ()) -> Turns | None:
