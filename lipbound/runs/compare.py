@@ -354,14 +354,13 @@ def silent_bounds(config: RunConfig, layers: Sequence[LayerInfo]) -> dict[str, s
     variants, silent = all_variants(closed), {}
     for name in config.names:
         bound = registry.get(name)
+        said = (bound.too_long(one.tokens, one.heads, one.variants) for one in closed)
         if not closed:
             silent[name] = "does not cover layers without a closed form"
         elif other := variants - bound.covers:
             silent[name] = "does not cover " + titles(other)
-        else:
-            said = (bound.too_long(one.tokens, one.heads, one.variants) for one in closed)
-            if why := next(filter(None, said), None):
-                silent[name] = why
+        elif why := next(filter(None, said), None):
+            silent[name] = why
     if silent and config.bounds not in ("default", "all"):
         name, why = next(iter(silent.items()))
         raise LipboundError(f"bound {name!r} {why}; leave it out, or take bounds='default'")
