@@ -129,10 +129,12 @@ class Capturer:
             yield from self.each(inputs, skip)
 
     def _each(self, inputs: dict[str, Tensor], skip: Collection[int]) -> Iterator[LayerCapture]:
-        wanted = filter(verification.may_normalise, self.model.modules() if self.around else ())
+        modules = self.model.modules() if self.around else ()
+        # one vector of weights: it may be a normalisation
+        wanted = [m for m in modules if getattr(getattr(m, "weight", None), "ndim", 0) == 1]
         seen = partial(interface.implementation, self.model, self._name)
         with seen():
-            calls, around, notes = recording.record(self.model, inputs, wanted=[*wanted])
+            calls, around, notes = recording.record(self.model, inputs, wanted=wanted)
             notes += [] if self._verified else verification.about_mixing(calls)
             if (home := measuring_device(calls[0].q.device)) != calls[0].q.device:
                 there = partial(moved, device=home, copies={})

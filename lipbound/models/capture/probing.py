@@ -240,9 +240,9 @@ def probe(call: Call, known: Iterable[Turns] = ()) -> ProbedWeights:
     over = {id(stub): rerun.affine(t) for stub, t in zip(latents, read[3:], strict=True)}
     other = [t.new_zeros(width + 1, *t.shape[1:]) for t in read[:3]]  # of another stream
     maps = [read[side] if side in sides else other[side] for side in range(3)]
-    rows = torch.arange(width + 1, device=call.x.device) % (samples * n)
+    positions = torch.arange(width + 1, device=call.x.device) % n
     if turns is not None:
-        maps[:2] = [turns.undone(t, rows % n) for t in maps[:2]]
+        maps[:2] = [turns.undone(t, positions) for t in maps[:2]]
 
     def each_head(t: Tensor, side: int) -> Tensor:
         t = t if turns is None or side == 2 else t[..., turns.order]

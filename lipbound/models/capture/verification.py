@@ -76,12 +76,6 @@ def _other_stream(call: Call) -> OtherStream:
     return OtherStream(k=k, v=v, valid=call.valid_keys)
 
 
-def may_normalise(module: nn.Module) -> bool:
-    """Return whether a module has one vector of weights."""
-    weight = getattr(module, "weight", None)
-    return isinstance(weight, Tensor) and weight.ndim == 1
-
-
 def surroundings(att: Attention, runs: Sequence[ModuleRun]) -> ResidualContext:
     """Return what stands around a layer, each part checked against the numbers of the model.
 
