@@ -26,7 +26,6 @@ from lipbound.attention.module_attention import ModuleAttention
 from lipbound.errors import CaptureError, CheckpointError, InputsError, shown, tell
 from lipbound.models import weight_files
 from lipbound.models.other_libraries import explained, quiet
-from lipbound.models.weight_files import gguf_read_once
 
 AnyModel = str | Path | nn.Module | Sequence[Attention | ModuleAttention]
 """Anything whose attention is measured: a checkpoint's name or place, a module, layers."""
@@ -205,7 +204,7 @@ class Checkpoint:
                 missing = f"{what} ({files.split()[0]} or the like)"
                 raise CheckpointError(f"{who} has no files of its {missing}; give {advice}")
         usable = explained(CheckpointError, f"{who} has no usable {what} (", f"); give {advice}")
-        with usable, quiet(), gguf_read_once(folder / file if file else None):
+        with usable, quiet(), weight_files.gguf_read_once(folder / file if file else None):
             return loader.from_pretrained(repo, **options)
 
     @property

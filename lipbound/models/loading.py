@@ -36,7 +36,6 @@ from lipbound.models.catalogue import BUILTINS, PREFIX, known_builtin
 from lipbound.models.checkpoint import AnyModel, Checkpoint, LoadOptions, load_loaded
 from lipbound.models.other_libraries import answers, explained, first_line, quiet, temporarily
 from lipbound.models.readers import is_path
-from lipbound.models.weight_files import TensorRef
 
 __all__ = ["Checkpoint", "load_checkpoint"]
 
@@ -61,7 +60,7 @@ _STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 PATH = "base_model.model."
 """Prefix that PEFT gives to names of tensors."""
 _FINDER = "find_adapter_config_file"
-Stored = Mapping[str, TensorRef]
+Stored = Mapping[str, weight_files.TensorRef]
 """Tensors of files, by name."""
 
 

@@ -33,7 +33,6 @@ from lipbound.runs.config import LEAST_MEMORY, LOADING, READING, RunConfig, from
 from lipbound.runs.head_extras import of_weights
 from lipbound.runs.measure import LayerInfo, SampleBlock, Sources
 from lipbound.runs.store import LayerResult, PartialRun
-from lipbound.schema import RunInfo
 from lipbound.signs import Signs
 
 OF_CHECKPOINT = ("revision", "loaded", "commit", "quantization", "configuration")
@@ -442,12 +441,12 @@ def _tell_of_missing(config: RunConfig, sources: Sources, ds: xr.Dataset) -> Non
             note(sources.inputs, f"{what}: {why}")
 
 
-def run_info(config: RunConfig, sources: Sources, plan: Plan, error: float = 0.0) -> RunInfo:
+def run_info(config: RunConfig, sources: Sources, plan: Plan, error: float = 0.0) -> schema.RunInfo:
     """Describe a run, whose captures have such an error at most."""
     checkpoint, inputs, packages = sources.checkpoint, sources.inputs, devices.versions()
     heads = None if config.map in WHOLE else plan.shape[2]
     numbers, exact = plan.coords["layer"], config.exact_count(plan.samples)
-    return RunInfo(
+    return schema.RunInfo(
         lipbound=packages["lipbound"],
         model=checkpoint.name,
         **{name: getattr(checkpoint, name) for name in OF_CHECKPOINT},
