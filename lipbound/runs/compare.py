@@ -423,7 +423,6 @@ def dataset(
         bound = registry.get(name)
         ds[name].attrs = {word: getattr(bound, word) for word in OF_BOUND}
         ds[name].attrs["compared_with"] = bound.exact
-    ds = ds.set_coords([name for name in tables if tables[name].dtype == bool])
     return ds.isel(head=0, drop=True) if spec.map in WHOLE else ds, error
 
 

@@ -137,9 +137,7 @@ def _filled(parts: list[xr.Dataset], samples: list[Any], origins: list[str]) -> 
         if kind.kind in "iub":
             ds[name] = ds[name].fillna(0).astype(kind)
     ds = ds.transpose(*first["exact"].dims)
-    words = [name for name in schema.LAYER_WORDS if name in ds]
-    notes = [*words, "length", *schema.flags(ds)]
-    return ds.set_coords(notes).assign_attrs(bounds=first.attrs["bounds"])
+    return ds.set_coords(["length", *(name for name in schema.LAYER_WORDS if name in ds)])
 
 
 def _together(ds: xr.Dataset, runs: list[dict[str, Any]]) -> schema.RunInfo:
