@@ -179,8 +179,8 @@ def test_what_is_nearly_right_is_accepted(bert):
         for value in values:
             found = getattr(RunConfig(str(bert), **{name: value}), name)
             assert isinstance(found, (int, float, str, tuple, torch.device)), (name, value)
-    assert RunConfig("m", layers=3).chosen_layers == (3,)
-    assert RunConfig("m", layers="0-3,7").chosen_layers == (0, 1, 2, 3, 7)
+    assert RunConfig("m", layers=3).layers == (3,)
+    assert RunConfig("m", layers="0-3,7").layers == (0, 1, 2, 3, 7)
 
 
 SENTENCE = "the ferry is in a clock"

@@ -16,26 +16,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, fx, nn
 from torch._ops import OpOverload
-from transformers import (
-    AutoImageProcessor,
-    AutoTokenizer,
-    Pipeline,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoImageProcessor, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.module_attention import ModuleAttention
 from lipbound.errors import CaptureError, CheckpointError, InputsError, shown, tell
 from lipbound.models import weight_files
 from lipbound.models.other_libraries import explained, quiet
-from lipbound.models.weight_files import gguf_read_once
 
 AnyModel = str | Path | nn.Module | Sequence[Attention | ModuleAttention]
 """Anything whose attention is measured: a checkpoint's name or place, a module, layers."""
-MASK, POSITION_IDS = "attention_mask", "position_ids"
+MASK = "attention_mask"
 MODALITIES = {"input_ids": "text", "pixel_values": "image"}
 """Kinds of data, by the name of a model's main input."""
 OF_TOKENIZERS = "tokenizer.json tokenizer* vocab* merges.txt *.model *.tiktoken *.vocab tekken.json"
@@ -143,7 +137,7 @@ class Checkpoint:
 
     @property
     def accepted(self) -> list[str]:
-        """Names of what the model's forward pass takes."""
+        """Names of what the model's forward pass takes; none where they cannot be told."""
         parameters = inspect.signature(self.model.forward).parameters.values()
         return [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
 
@@ -215,7 +209,8 @@ class Checkpoint:
         if loader is AutoImageProcessor:  # with torchvision there pixels would be others
             options["backend"] = "pil"
         usable = explained(CheckpointError, f"{who} has no usable {what} (", f"); give {advice}")
-        with usable, quiet(), gguf_read_once(folder / file if file else None, words=True):
+        packed = weight_files.gguf_read_once(folder / file if file else None, words=True)
+        with usable, quiet(), packed:
             return loader.from_pretrained(repo, **options)
 
     @property
@@ -306,17 +301,16 @@ class Inputs:
         """Return samples start...stop-1, on a device, and the options."""
         tensors = {name: tensor[start:stop].to(device) for name, tensor in self.batch.items()}
         if self.has_axes:
-            tensors[POSITION_IDS] = tensors[POSITION_IDS].transpose(0, 1)
+            tensors["position_ids"] = tensors["position_ids"].transpose(0, 1)
         options = {n: v.to(device) if isinstance(v, Tensor) else v for n, v in self.options.items()}
         return tensors | options
 
 
 def text_part(config: Any) -> Any:
     """Return the part of a configuration that is about text, or all of it."""
-    try:
+    with suppress(AttributeError, ValueError):  # several are about text
         return config.get_text_config()
-    except (AttributeError, ValueError):  # several are about text
-        return config
+    return config
 
 
 def unmarked_padding(model: Any, batch: Mapping[str, Tensor]) -> list[str]:
@@ -492,7 +486,7 @@ def _inside(given: Any) -> tuple[object | None, str]:
         wrapper, or "".
     """
     kind, configs = type(given).__name__, getattr(given, "peft_config", None)
-    if isinstance(given, Checkpoint | Pipeline):
+    if isinstance(given, Checkpoint | transformers.Pipeline):
         return given.model, ""
     if isinstance(given, type | PreTrainedModel):
         return None, ""

@@ -16,15 +16,7 @@ from transformers import PreTrainedModel
 
 from lipbound import errors
 from lipbound.errors import CheckpointError, InputsError, knows_options, name_or_none, shown, tell
-from lipbound.models.checkpoint import (
-    MASK,
-    POSITION_IDS,
-    Checkpoint,
-    Inputs,
-    named_inputs,
-    text_part,
-    unmarked_padding,
-)
+from lipbound.models.checkpoint import Checkpoint, Inputs, named_inputs, text_part, unmarked_padding
 from lipbound.models.loading import SAMPLE, GivenLayers
 from lipbound.models.other_libraries import explained
 from lipbound.models.readers import DEFAULT_LENGTH, READERS, Selection, is_sentence, there
@@ -185,15 +177,15 @@ def ready_inputs(data: Any, checkpoint: Checkpoint, selection: Selection) -> Inp
     """
     selection.refuse_table("ready inputs")
     given, description = _read_tensors(data)
-    kind, main, names = type(checkpoint.model).__name__, checkpoint.main_input, _taken(checkpoint)
+    kind, main, names = type(checkpoint.model).__name__, checkpoint.main_input, checkpoint.accepted
     known = isinstance(checkpoint.model, PreTrainedModel)
     least, shared = 2 if known else 1, {}  # other modules take numbers, times, places
     samples = next((len(t) for t in given.values() if t.ndim > 1), 0)
     if known and main in given:  # patches of one sample may be packed
         samples = len(given[main]) if given[main].ndim else 0
-    turned = known and given.get(POSITION_IDS, torch.zeros(0)).shape[1:-1] == (samples,)
+    turned = known and given.get("position_ids", torch.zeros(0)).shape[1:-1] == (samples,)
     if turned:
-        given[POSITION_IDS] = given[POSITION_IDS].transpose(0, 1)
+        given["position_ids"] = given["position_ids"].transpose(0, 1)
     if not known or samples == 1:
         apart = [name for name, t in given.items() if not t.ndim or len(t) > samples > 0]
         shared = {name: given.pop(name) for name in sorted(apart)}
@@ -201,7 +193,8 @@ def ready_inputs(data: Any, checkpoint: Checkpoint, selection: Selection) -> Inp
     if wrong or not given or len({len(t) for t in given.values()}) > 1:
         shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in given.items())
         raise InputsError(f"ready inputs must be named {SAMPLES}; given are {shapes or 'none'}")
-    names = names if known or not names else {*names, MASK}  # others may make it of their tokens
+    # other modules may make it of their tokens
+    names = names if known or not names else [*names, "attention_mask"]
     tensors = {name: t for name, t in given.items() if not names or name in names}
     if not tensors:
         raise InputsError(f"ready inputs of {kind} must have {main}; given are {', '.join(given)}")
@@ -238,12 +231,6 @@ def _read_tensors(data: Mapping[str, Any] | str | Path) -> tuple[dict[str, Tenso
             with explained(InputsError, f"{before}: "):
                 given[name] = torch.as_tensor(value)
     return given, "ready model inputs"
-
-
-def _taken(checkpoint: Checkpoint) -> set[str]:
-    """Return the names of what the model's forward takes; none where they cannot be told."""
-    names = set(checkpoint.accepted)
-    return names if checkpoint.main_input in names else set()
 
 
 def check_tokens(checkpoint: Checkpoint, batch: Mapping[str, Tensor]) -> None:
@@ -286,13 +273,13 @@ def add_decoder_inputs(checkpoint: Checkpoint, inputs: Inputs) -> None:
     Where the inputs have tokens of its own, or the configuration names no first token, they stay.
     """
     batch, start = inputs.batch, getattr(checkpoint.config, "decoder_start_token_id", None)
-    needed = "decoder_input_ids" in _taken(checkpoint) and "decoder_inputs_embeds" not in batch
+    needed = "decoder_input_ids" in checkpoint.accepted and "decoder_inputs_embeds" not in batch
     if not needed or start is None or "decoder_input_ids" in batch or "input_ids" not in batch:
         return
     ids = batch["input_ids"]
     mask = batch.get("attention_mask", torch.ones_like(ids))
     batch["decoder_input_ids"] = torch.cat([torch.full_like(ids[:, :1], start), ids[:, :-1]], 1)
-    if "decoder_attention_mask" in _taken(checkpoint):
+    if "decoder_attention_mask" in checkpoint.accepted:
         batch["decoder_attention_mask"] = torch.cat([mask[:, :1], mask[:, :-1]], 1)
     said = "the decoder reads the encoder's tokens, shifted by one as in training"
     inputs.notes.append(f"{said}; give others as ready inputs, decoder_input_ids")

@@ -36,7 +36,6 @@ from lipbound.models.catalogue import BUILTINS, PREFIX, known_builtin
 from lipbound.models.checkpoint import AnyModel, Checkpoint, LoadOptions, load_loaded
 from lipbound.models.other_libraries import answers, explained, first_line, quiet, temporarily
 from lipbound.models.readers import is_path
-from lipbound.models.weight_files import TensorRef
 
 __all__ = ["Checkpoint", "load_checkpoint"]
 
@@ -61,6 +60,8 @@ _STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 PATH = "base_model.model."
 """Prefix that PEFT gives to names of tensors."""
 _FINDER = "find_adapter_config_file"
+Stored = Mapping[str, weight_files.TensorRef]
+"""Tensors of files, by name."""
 
 
 class GivenLayers(nn.Module):
@@ -121,13 +122,11 @@ class GivenCapturer(Capturer):
     def each(self, inputs: Any, skip: Collection[int] = ()) -> Iterator[LayerCapture]:
         assert isinstance(self.model, GivenLayers)
         layers, numbers = self.model.layers, inputs[SAMPLE]
-        self.count = len(layers)
         first, stop = int(numbers[0]), int(numbers[-1]) + 1
-        for position, i in enumerate(self._chosen(self.count)):
-            if position not in skip:
-                windows = getattr(layers[i], "windows", 1)
-                part = layers[i].select(slice(first * windows, stop * windows))
-                yield LayerCapture(i, f"layers.{i}", part, 0.0, windows)
+        for i in self._chosen(len(layers), skip):
+            windows = getattr(layers[i], "windows", 1)
+            part = layers[i].select(slice(first * windows, stop * windows))
+            yield LayerCapture(i, f"layers.{i}", part, 0.0, windows)
 
 
 @knows_options
@@ -429,9 +428,7 @@ def _loading(name: str, gguf: Path | None = None) -> Iterator[None]:
         yield
 
 
-def _by_layer(
-    name: str, gguf: Path | None, stored: Mapping[str, TensorRef], options: LoadOptions
-) -> bool:
+def _by_layer(name: str, gguf: Path | None, stored: Stored, options: LoadOptions) -> bool:
     """Return whether weights stay on disk: where it was asked for, or they fill half the memory.
 
     Raises:
@@ -513,9 +510,7 @@ def check_filled(report: dict[str, Any], name: str) -> None:
         raise CheckpointError(f"{start}: {what}, and would be random numbers{instead}")
 
 
-def ask_for_floats(
-    config: PretrainedConfig, name: str, stored: Mapping[str, TensorRef]
-) -> str | None:
+def ask_for_floats(config: PretrainedConfig, name: str, stored: Stored) -> str | None:
     """Have transformers turn weights back while it loads them, where it can.
 
     Args:
@@ -552,7 +547,7 @@ def ask_for_floats(
     return how
 
 
-def check_stored(stored: Mapping[str, TensorRef], model: PreTrainedModel, name: str) -> None:
+def check_stored(stored: Stored, model: PreTrainedModel, name: str) -> None:
     """Refuse safetensors files that hold whole numbers in the place of weights.
 
     Args:

@@ -57,7 +57,9 @@ def temporarily(name: str, value: Any, *objects: Any) -> Iterator[None]:
 
 
 def answers(ask: Callable[..., Any], name: str, **options: Any) -> bool:
-    """Return whether the hub says something of a name; its own clients may wait for minutes.
+    """Return whether the hub says something of a name, refusals included.
+
+    Its own clients may wait for minutes.
 
     Args:
         ask: ``model_info`` or ``dataset_info`` of ``huggingface_hub.HfApi``.
@@ -66,10 +68,8 @@ def answers(ask: Callable[..., Any], name: str, **options: Any) -> bool:
     """
     try:
         ask(name, timeout=15, **options)
-    except (HfHubHTTPError, HFValidationError):
-        return True
-    except Exception:  # no connection, in whatever type the HTTP client reports it
-        return False
+    except Exception as error:  # or no connection, in whatever type the HTTP client reports it
+        return isinstance(error, HfHubHTTPError | HFValidationError)
     return True
 
 

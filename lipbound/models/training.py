@@ -247,17 +247,29 @@ def watched_attention(
         inputs_of: modules whose inputs are kept with their calls.
 
     Raises:
-        CaptureError: layers that do not exist, or a model ran and no attention was seen.
+        CaptureError: layers that do not exist; a model ran and no attention was seen, or is to run
+            an attention function of the user's own.
     """
     inner = bare_module(model, False, PreTrainedModel)
     chosen = None if layers is None else frozenset(indices("layers", layers))
     if chosen is not None and min(chosen, default=0) < 0:
         raise CaptureError(f"layers is {shown(layers)}; count from 0, in the order they run in")
     modules = list((model if isinstance(model, nn.Module) else inner).modules())
+    configs = interface.attention_configs(modules)
+    names = [getattr(config, interface.ATTRIBUTE) for config in configs]
+    if own := [name for name in names if interface.own_function(name) is not None]:
+        what = f"{type(inner).__name__} computes attention by {own[0]!r}, a function of your own"
+        instead = "set_attn_implementation('eager') is"
+        raise CaptureError(f"{what}, which is not seen in training; {instead}")
+    again = [module for module in modules if getattr(module, CHECKPOINTING, False)]
+    if again and inner.training:
+        tell("gradient checkpointing is off while attention is watched, which takes memory")
+    through = temporarily(interface.ATTRIBUTE, TRAINING_ATTENTION, *configs)
+    once = temporarily(CHECKPOINTING, False, *again)
     watch = ProbabilityCollector(modules, chosen)
     wanted = {*inputs_of, *(m for m in modules if isinstance(m, PreTrainedModel))}
     hooked = watch.hooked(pair for pair in inner.named_modules() if pair[1] in wanted)
-    with hooked, _attending(inner, modules), uncompiled(modules):
+    with hooked, through, once, uncompiled(modules):
         _watches.append(watch)
         try:
             yield watch
@@ -279,27 +291,6 @@ def uncompiled(modules: Iterable[nn.Module]) -> AbstractContextManager[Any]:
     if compiled and not hasattr(torch.compiler, "set_stance"):
         raise CaptureError("compiled models need torch 2.6 or newer; give the model uncompiled")
     return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
-
-
-@contextmanager
-def _attending(model: PreTrainedModel, modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Yield while a model, all of whose ``modules`` are given, runs our attention function.
-
-    Raises:
-        CaptureError: it is to run a function of the user's own.
-    """
-    configs = interface.attention_configs(modules)
-    names = [getattr(config, interface.ATTRIBUTE) for config in configs]
-    if own := [name for name in names if interface.own_function(name) is not None]:
-        what = f"{type(model).__name__} computes attention by {own[0]!r}, a function of your own"
-        instead = "set_attn_implementation('eager') is"
-        raise CaptureError(f"{what}, which is not seen in training; {instead}")
-    again = [module for module in modules if getattr(module, CHECKPOINTING, False)]
-    if again and model.training:
-        tell("gradient checkpointing is off while attention is watched, which takes memory")
-    through = temporarily(interface.ATTRIBUTE, TRAINING_ATTENTION, *configs)
-    with through, temporarily(CHECKPOINTING, False, *again):
-        yield
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import xarray as xr
 from lipbound import devices, schema
 from lipbound.attention.variants import titles
 from lipbound.bounds import registry
-from lipbound.errors import CheckpointError, LipboundError, tell
+from lipbound.errors import CheckpointError, LipboundError, indices, tell
 from lipbound.jacobians.maps import WHOLE, map_words
 from lipbound.models import weight_files
 from lipbound.models.capture.verification import most_padded
@@ -33,7 +33,6 @@ from lipbound.runs.config import LEAST_MEMORY, LOADING, READING, RunConfig, from
 from lipbound.runs.head_extras import of_weights
 from lipbound.runs.measure import LayerInfo, SampleBlock, Sources
 from lipbound.runs.store import LayerResult, PartialRun
-from lipbound.schema import RunInfo
 from lipbound.signs import Signs
 
 OF_CHECKPOINT = ("revision", "loaded", "commit", "quantization", "configuration")
@@ -285,11 +284,11 @@ class Plan:
         done = np.zeros((self.samples, len(self.layers)), dtype=bool)
         for one in found:
             done[one.start : one.start + len(one.lengths), one.layer] = True
-        blocks = []
+        blocks: list[SampleBlock] = []
         for start in range(0, self.samples, self.block):
             stop = min(self.samples, start + self.block)
             skip = frozenset(np.flatnonzero(done[start:stop].all(0)).tolist())
-            blocks += [SampleBlock(start, stop, skip)] * (len(skip) < len(self.layers))
+            blocks += [(start, stop, skip)] * (len(skip) < len(self.layers))
         return blocks
 
 
@@ -318,7 +317,7 @@ def plan(
     layers = measure.layers_at(sources.capturer, sources.inputs.block(0, 1, sources.device), config)
     if (sample := most_padded(sources.inputs.batch)) is not None:
         sources.capturer.examine(sources.inputs.block(sample, sample + 1, sources.device))
-    if any(i < 0 for i in config.chosen_layers or ()):
+    if config.layers and min(indices("layers", config.layers)) < 0:
         measured = ", ".join(str(one.index) for one in layers)
         note(sources.inputs, f"layers below zero count from the end: here {measured}")
     silent = silent_bounds(config, layers)
@@ -326,10 +325,8 @@ def plan(
     room = min(layer.memory.room(memory) for layer in layers)
     exact = config.exact_count(samples)
     spec = config.of_places(names, exact, norms_shape(layers, config.map))
-    count = sources.capturer.count
-    assert count is not None  # it was counted with the layers
     block = block or min(room, -(-samples // parts))
-    return Plan(spec, layers, samples, block, room, silent, count)
+    return Plan(spec, layers, samples, block, room, silent, sources.capturer.count)
 
 
 def all_variants(layers: Sequence[LayerInfo]) -> frozenset[str]:
@@ -355,14 +352,13 @@ def silent_bounds(config: RunConfig, layers: Sequence[LayerInfo]) -> dict[str, s
     variants, silent = all_variants(closed), {}
     for name in config.names:
         bound = registry.get(name)
+        said = (bound.too_long(one.tokens, one.heads, one.variants) for one in closed)
         if not closed:
             silent[name] = "does not cover layers without a closed form"
         elif other := variants - bound.covers:
             silent[name] = "does not cover " + titles(other)
-        else:
-            said = (bound.too_long(one.tokens, one.heads, one.variants) for one in closed)
-            if why := next(filter(None, said), None):
-                silent[name] = why
+        elif why := next(filter(None, said), None):
+            silent[name] = why
     if silent and config.bounds not in ("default", "all"):
         name, why = next(iter(silent.items()))
         raise LipboundError(f"bound {name!r} {why}; leave it out, or take bounds='default'")
@@ -426,7 +422,6 @@ def dataset(
         bound = registry.get(name)
         ds[name].attrs = {word: getattr(bound, word) for word in OF_BOUND}
         ds[name].attrs["compared_with"] = bound.exact
-    ds = ds.set_coords([name for name in tables if tables[name].dtype == bool])
     return ds.isel(head=0, drop=True) if spec.map in WHOLE else ds, error
 
 
@@ -444,12 +439,12 @@ def _tell_of_missing(config: RunConfig, sources: Sources, ds: xr.Dataset) -> Non
             note(sources.inputs, f"{what}: {why}")
 
 
-def run_info(config: RunConfig, sources: Sources, plan: Plan, error: float = 0.0) -> RunInfo:
+def run_info(config: RunConfig, sources: Sources, plan: Plan, error: float = 0.0) -> schema.RunInfo:
     """Describe a run, whose captures have such an error at most."""
     checkpoint, inputs, packages = sources.checkpoint, sources.inputs, devices.versions()
     heads = None if config.map in WHOLE else plan.shape[2]
     numbers, exact = plan.coords["layer"], config.exact_count(plan.samples)
-    return RunInfo(
+    return schema.RunInfo(
         lipbound=packages["lipbound"],
         model=checkpoint.name,
         **{name: getattr(checkpoint, name) for name in OF_CHECKPOINT},

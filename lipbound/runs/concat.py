@@ -11,7 +11,7 @@ import xarray as xr
 from lipbound import schema
 from lipbound.errors import StoreError
 from lipbound.runs.checksums import check_whole, sealed
-from lipbound.runs.store import run_of, unlike
+from lipbound.runs.store import run_of, samples_of, unlike
 
 
 def concat(runs: Iterable[object]) -> xr.Dataset:
@@ -93,11 +93,6 @@ def _heads(ds: xr.Dataset) -> list[int]:
     return [int(head) for head in ds["head"].values] if "head" in ds.dims else []
 
 
-def _keys(part: xr.Dataset) -> list[tuple[str, int]]:
-    """Identities of the samples of a run: the fingerprint of the data, and the number there."""
-    return [(str(part.attrs["data_fingerprint"]), int(sample)) for sample in part["sample"].values]
-
-
 def _table(parts: list[xr.Dataset]) -> list[tuple[str, int]]:
     """Samples of the table that the runs must fill, those with exact norms first.
 
@@ -106,11 +101,12 @@ def _table(parts: list[xr.Dataset]) -> list[tuple[str, int]]:
     """
     runs, exact = Counter[Any](), dict[tuple[str, int], bool]()
     for part in parts:
-        for key, known in zip(_keys(part), schema.with_exact(part).values.tolist(), strict=True):
+        keys = samples_of(part)
+        for key, known in zip(keys, schema.with_exact(part).values.tolist(), strict=True):
             if exact.setdefault(key, known) != known:
                 what = f"sample {key[1]} of {part.attrs['data']}"
                 raise StoreError(f"{what} has exact norms in some of the runs alone")
-        runs.update(itertools.product(_keys(part), part["layer"].values.tolist()))
+        runs.update(itertools.product(keys, part["layer"].values.tolist()))
     layers = {layer for _, layer in runs}
     for (data, sample), layer in itertools.product(exact, sorted(layers)):
         if (count := runs[(data, sample), layer]) != 1:
@@ -133,7 +129,7 @@ def _filled(parts: list[xr.Dataset], samples: list[Any], origins: list[str]) -> 
             part[schema.own(first)]
             .reset_coords([name for name in part.coords if name not in part.dims])
             .assign(numbers)
-            .assign_coords(sample=[row[key] for key in _keys(part)])
+            .assign_coords(sample=[row[key] for key in samples_of(part)])
         )
     ds = xr.merge(placed, compat="no_conflicts", join="outer", combine_attrs="override")
     for name in ds.data_vars:  # layers of fewer heads leave places empty
@@ -141,9 +137,7 @@ def _filled(parts: list[xr.Dataset], samples: list[Any], origins: list[str]) -> 
         if kind.kind in "iub":
             ds[name] = ds[name].fillna(0).astype(kind)
     ds = ds.transpose(*first["exact"].dims)
-    words = [name for name in schema.LAYER_WORDS if name in ds]
-    notes = [*words, "length", *schema.flags(ds)]
-    return ds.set_coords(notes).assign_attrs(bounds=first.attrs["bounds"])
+    return ds.set_coords(["length", *(name for name in schema.LAYER_WORDS if name in ds)])
 
 
 def _together(ds: xr.Dataset, runs: list[dict[str, Any]]) -> schema.RunInfo:

@@ -313,11 +313,6 @@ class RunConfig:
         return {name: getattr(self, name) for name in names}
 
     @property
-    def chosen_layers(self) -> tuple[int, ...] | None:
-        """Numbers of the layers, those from the end below zero; None for all."""
-        return None if self.layers is None else tuple(errors.indices("layers", self.layers))
-
-    @property
     def target(self) -> Path | None:
         """Path of the store; None where the run is not saved."""
         return None if self.out is None else Path(self.out).expanduser()

@@ -41,6 +41,8 @@ Batch = Mapping[str, Tensor]
 """Inputs of a model by name, whose first axis is the sample."""
 Arrays = dict[str, np.ndarray]
 """Measured numbers by the name of their variable, (samples, heads) each."""
+SampleBlock = tuple[int, int, frozenset[int]]
+"""Samples start...stop-1, and the positions of layers that are measured there already."""
 _SMALL = 1024
 """Tokens up to which samples and layers are measured side by side; the matrices of longer inputs
 keep torch's own threads busy."""
@@ -56,14 +58,6 @@ class Sources(NamedTuple):
     inputs: Inputs
     device: str
     capturer: Capturer
-
-
-class SampleBlock(NamedTuple):
-    """Samples start...stop-1, and the positions of layers that are measured there already."""
-
-    start: int
-    stop: int
-    skip: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -155,10 +149,10 @@ def capturer_of(model: nn.Module, spec: RunConfig, *, closed: bool = True) -> Ca
     """
     if not isinstance(model, GivenLayers):
         around = spec.map in BLOCKS or "rho_ln" in (spec.extras or ())
-        return Capturer(model, spec.chosen_layers, around=around, closed=closed)
+        return Capturer(model, spec.layers, around=around, closed=closed)
     if not closed:
         raise LipboundError("the run is of layers without a model, and there is no module to run")
-    return GivenCapturer(model, spec.chosen_layers)
+    return GivenCapturer(model, spec.layers)
 
 
 def layers_at(capturer: Capturer, inputs: Batch, spec: RunConfig) -> list[LayerInfo]:

@@ -23,11 +23,10 @@ from lipbound.errors import LipboundError, StoreError, shown, tell, whole
 from lipbound.formatting import counted
 from lipbound.models.checkpoint import bare_module, in_dtype, in_training
 from lipbound.models.head_weights import head_weights
-from lipbound.models.inputs import prepare
 from lipbound.models.training import BatchLogits, uncompiled
 from lipbound.runs import compare
 from lipbound.runs.checksums import sealed, settings_checksum
-from lipbound.runs.config import READING, RunConfig
+from lipbound.runs.config import RunConfig
 from lipbound.runs.head_extras import of_weights
 from lipbound.runs.measure import Measurer, Sources, capturer_of, seed_of
 from lipbound.runs.store import check_target, hold, load, same_configuration, save
@@ -180,7 +179,7 @@ class Monitor:
         """Prepare the probe and look at the layers."""
         config = self._config
         checkpoint = in_training(self._model, None if tokenizer is None else str(tokenizer))
-        inputs = prepare(checkpoint, config.data, **config.options(*READING))
+        inputs = compare.open_inputs(config, checkpoint)
         measured, notes = in_dtype(self._model)
         checkpoint.notes += notes
         tell(*notes)

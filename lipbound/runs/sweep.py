@@ -112,10 +112,8 @@ def sweep(
     return list(rows(path, out, client=client, progress=progress))
 
 
-def rows(
-    path: str | Path, out: str | Path, *, client: Any = None, progress: bool = True
-) -> Iterator[dict[str, Any]]:
-    """Do the runs of a sweep file as `sweep` does.
+def rows(path: str | Path, out: str | Path, **how: Any) -> Iterator[dict[str, Any]]:
+    """Do the runs of a sweep file as `sweep` does, with its arguments.
 
     Yields:
         The row of every run as it ends.
@@ -135,8 +133,7 @@ def rows(
         row |= {f"asked_{key}" if key in _NUMBERS else key: arguments[key] for key in varying}
         row |= {"status": "failed", "error": ""} | dict.fromkeys(_NUMBERS)
         try:
-            how: Any = {"out": store, "resume": True, "client": client, "progress": progress}
-            config = RunConfig(**arguments, **how)
+            config = RunConfig(**arguments, **how, out=store, resume=True)
             status = "kept" if store.exists() else "done"
             row |= index_numbers(run(config)) | {"status": status}
         except Exception as error:  # whatever it is, the other runs must go on

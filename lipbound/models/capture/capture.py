@@ -66,23 +66,24 @@ class Capturer:
 
     Args:
         model: a transformers model whose attention goes through ``AttentionInterface``.
-        layers: indices of attention calls, in the order of the forward pass; all by default.
+        layers: indices of attention calls, in the order of the forward pass, one, several, or text;
+            all by default.
         around: also find what stands around each layer
             (`lipbound.models.capture.verification.surroundings`).
         closed: whether to look for closed forms; False to measure every layer by automatic
             differentiation.
 
     Attributes:
-        count: how many attention layers the model has, once it was run.
+        count: how many attention layers the model has; 0 before it was run.
         notes: what there was to tell: attention that is left out, padding that is none, numbers
             that depend on the batch.
     """
 
     model: nn.Module
-    layers: Sequence[int] | None = None
+    layers: Sequence[int] | int | str | None = None
     around: bool = False
     closed: bool = True
-    count: int | None = field(default=None, init=False)
+    count: int = field(default=0, init=False)
     notes: list[str] = field(default_factory=list)
     _name: str = interface.RECORDING_ATTENTION
     _weights: dict[int, ProbedWeights] = field(default_factory=dict)
@@ -128,17 +129,18 @@ class Capturer:
             yield from self.each(inputs, skip)
 
     def _each(self, inputs: dict[str, Tensor], skip: Collection[int]) -> Iterator[LayerCapture]:
-        wanted = filter(verification.may_normalise, self.model.modules() if self.around else ())
+        modules = self.model.modules() if self.around else ()
+        # one vector of weights: it may be a normalisation
+        wanted = [m for m in modules if getattr(getattr(m, "weight", None), "ndim", 0) == 1]
         seen = partial(interface.implementation, self.model, self._name)
         with seen():
-            calls, around, notes = recording.record(self.model, inputs, wanted=[*wanted])
+            calls, around, notes = recording.record(self.model, inputs, wanted=wanted)
             notes += [] if self._verified else verification.about_mixing(calls)
             if (home := measuring_device(calls[0].q.device)) != calls[0].q.device:
                 there = partial(moved, device=home, copies={})
                 calls, around = tree_map(there, (calls, around))
             rows = [(call, stream) for call in calls for stream in stream_names(call)]
-            self.count = len(rows)
-            chosen = [i for k, i in enumerate(self._chosen(self.count)) if k not in skip]
+            chosen = self._chosen(len(rows), skip)
             padding = Padding([call for call, stream in rows if stream == INPUT], inputs)
             self._check_pass(inputs, dict.fromkeys(rows[i][0] for i in chosen))
             closed = {i: self._closed(*rows[i], padding) for i in chosen}
@@ -259,17 +261,18 @@ class Capturer:
         compared = [call for call in calls if not call.reason]
         self._verified |= {(c.valid_keys is not None, c.name, c.turn) for c in compared}
 
-    def _chosen(self, count: int) -> list[int]:
-        if self.layers is None:
-            return list(range(count))
-        layers = errors.indices("layers", self.layers)
+    def _chosen(self, count: int, skip: Collection[int]) -> list[int]:
+        """Return which of so many layers are wanted, but for those at the positions ``skip``."""
+        self.count = count
+        layers = range(count) if self.layers is None else errors.indices("layers", self.layers)
         wrong = [i for i in layers if not -count <= i < count]
         if wrong:
             has = f"{counted(count, 'attention layer')}, numbered 0 to {count - 1}"
             raise CaptureError(f"layers {wrong} do not exist: the model has {has}")
         if not layers:
             raise CaptureError(f"layers is empty; name some of the {count} layers, or None for all")
-        return list(dict.fromkeys(i % count for i in layers))
+        wanted = dict.fromkeys(i % count for i in layers)
+        return [i for position, i in enumerate(wanted) if position not in skip]
 
 
 def _tried(made: Callable[..., Any], call: Call, *args: Any) -> Any:

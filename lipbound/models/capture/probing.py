@@ -111,6 +111,9 @@ class ProbedLayer(rerun.ModuleCopy):
         count = 1 if isinstance(given, Tensor) else 2 * isinstance(given, tuple | list)
         if given is not None and len(self._tables) != count:
             raise call.unsupported(f"is given positions of unknown make ({type(given).__name__})")
+        # cosines 1 and sines 0, or complex numbers 1, turn nothing
+        still = [*map(torch.ones_like, self._tables[:1]), *map(torch.zeros_like, self._tables[1:])]
+        self._unturned: Any = still[0] if isinstance(given, Tensor) else tuple(still)
         super().__init__(call, call.run)
         self.stubs = stub_norms(self.module)
 
@@ -121,8 +124,7 @@ class ProbedLayer(rerun.ModuleCopy):
             tokens: (samples, N, D), float64.
             turned: with the call's position embeddings.
         """
-        given = self._positions
-        named = {} if turned or given is None else {POSITIONS: _unturned(given)}
+        named = {} if turned or self._positions is None else {POSITIONS: self._unturned}
         parts, form = self.with_tokens(tokens, rerun.QKV, **named)[1], self.call.form
         one = parts[0]
         if form is None:
@@ -164,10 +166,8 @@ class ProbedLayer(rerun.ModuleCopy):
         generator = torch.Generator().manual_seed(1)
         first, second = (self.seen(self.random(generator))[1] for _ in range(2))
         changed = [name for name, t in first.items() if not rerun.same_values(t, second.get(name))]
-        for name in changed:
-            if name not in _ADDED:
-                what = name.replace("_", " ")
-                raise self.call.unsupported(f"computes its {what} from its tokens")
+        if other := [name.replace("_", " ") for name in changed if name not in _ADDED]:
+            raise self.call.unsupported(f"computes its {other[0]} from its tokens")
         return bool(changed)
 
     def turns(self, known: Iterable[Turns] = ()) -> Turns | None:
@@ -211,14 +211,6 @@ class ProbedLayer(rerun.ModuleCopy):
         return find_rotation(given, y, z)
 
 
-def _unturned(positions: Any) -> Any:
-    """Return position embeddings that turn nothing: cosines 1 and sines 0, or complex numbers 1."""
-    if isinstance(positions, Tensor):
-        return torch.ones_like(positions)
-    cos, sin = positions
-    return torch.ones_like(cos), torch.zeros_like(sin)
-
-
 def probe(call: Call, known: Iterable[Turns] = ()) -> ProbedWeights:
     """Return what a layer makes of its tokens.
 
@@ -248,9 +240,9 @@ def probe(call: Call, known: Iterable[Turns] = ()) -> ProbedWeights:
     over = {id(stub): rerun.affine(t) for stub, t in zip(latents, read[3:], strict=True)}
     other = [t.new_zeros(width + 1, *t.shape[1:]) for t in read[:3]]  # of another stream
     maps = [read[side] if side in sides else other[side] for side in range(3)]
-    rows = torch.arange(width + 1, device=call.x.device) % (samples * n)
+    positions = torch.arange(width + 1, device=call.x.device) % n
     if turns is not None:
-        maps[:2] = [turns.undone(t, rows % n) for t in maps[:2]]
+        maps[:2] = [turns.undone(t, positions) for t in maps[:2]]
 
     def each_head(t: Tensor, side: int) -> Tensor:
         t = t if turns is None or side == 2 else t[..., turns.order]

@@ -245,7 +245,6 @@ class ModuleCopy:
     ) -> tuple[Any, list[Heads]]:
         """Run it up to some place with the call's tokens, (samples, N, D), exchanged."""
         given = self.call.given
-        assert isinstance(given, Tensor)
         if samples_first(given, *self.call.shape) is not given:
             tokens = tokens.transpose(0, 1)
         return self.again([(given, tokens.reshape(given.shape))], place, outputs, **named)

@@ -76,12 +76,6 @@ def _other_stream(call: Call) -> OtherStream:
     return OtherStream(k=k, v=v, valid=call.valid_keys)
 
 
-def may_normalise(module: nn.Module) -> bool:
-    """Return whether a module has one vector of weights."""
-    weight = getattr(module, "weight", None)
-    return isinstance(weight, Tensor) and weight.ndim == 1
-
-
 def surroundings(att: Attention, runs: Sequence[ModuleRun]) -> ResidualContext:
     """Return what stands around a layer, each part checked against the numbers of the model.
 
@@ -113,7 +107,9 @@ def surroundings(att: Attention, runs: Sequence[ModuleRun]) -> ResidualContext:
     streams = {"post": att.x} | ({} if fed_by is None else {"pre": fed_by.x})
     for residual, stream in streams.items():
         for s in seen:
-            if _constant(s[1] - stream - out, out, att):
+            rest, size = _real(s[1] - stream - out, att), float(_real(out, att).abs().amax())
+            # the same for every token, as an output bias is; one token shows nothing
+            if len(rest) > 1 and float((rest - rest[:1]).abs().amax()) <= RESIDUAL_TOLERANCE * size:
                 after = normaliser(*s) if residual == "post" else None
                 return ResidualContext(fed_by, residual, after)
     return ResidualContext(fed_by)
@@ -122,14 +118,6 @@ def surroundings(att: Attention, runs: Sequence[ModuleRun]) -> ResidualContext:
 def _real(t: Tensor, att: Attention) -> Tensor:
     """Return the tokens that are not padding, (n, D)."""
     return t.flatten(0, 1) if att.valid is None else t[att.valid]
-
-
-def _constant(difference: Tensor, out: Tensor, att: Attention) -> bool:
-    """Return whether a difference is the same for every token, as an output bias is."""
-    rest, size = _real(difference, att), float(_real(out, att).abs().amax())
-    if len(rest) < 2:
-        return False  # one token shows nothing
-    return float((rest - rest[:1]).abs().amax()) <= RESIDUAL_TOLERANCE * size
 
 
 def normaliser(module: Any, x: Tensor, out: Tensor) -> Normaliser | None:

@@ -282,8 +282,7 @@ def _renew_rotary_tables(model: nn.Module, afterwards: ExitStack) -> None:
 
 def computing(model: nn.Module) -> AbstractContextManager[None]:
     """Return a context in which what a model's code raises becomes a CaptureError that names it."""
-    before = f"{type(model).__name__} cannot compute with these inputs: "
-    return explained(CaptureError, before)
+    return explained(CaptureError, f"{type(model).__name__} cannot compute with these inputs: ")
 
 
 def takes_mask(model: nn.Module) -> bool:

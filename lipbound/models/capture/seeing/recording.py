@@ -173,7 +173,7 @@ class Call(Heads):
         return self.run.name
 
     @property
-    def given(self) -> object:
+    def given(self) -> Any:
         """The token vectors as the module was given them, in whatever layout."""
         return self.run.given if self.stream is None else self.stream
 
@@ -274,8 +274,13 @@ class ModuleRuns:
             yield
 
     def enter(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Run before a module of that name, as a hook."""
-        self.running.append(ModuleRun(module, name, *by_name(module, args, kwargs)))
+        """Run before a module of that name, as a hook; all arguments but the first go by names."""
+        if len(args) > 1 and not isinstance(module, torch.jit.ScriptModule):  # without signature
+            parameters = inspect.signature(module.forward).parameters.values()
+            names = [p.name for p in parameters if p.kind <= p.POSITIONAL_OR_KEYWORD]
+            if len(args) <= len(names):  # however they were passed
+                args, kwargs = args[:1], dict(zip(names[1:], args[1:], strict=False)) | kwargs
+        self.running.append(ModuleRun(module, name, args, kwargs))
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """Run after every module, as a hook."""
@@ -539,16 +544,3 @@ def _only(run: ModuleRun) -> Tensor | None:
 
 def _same(x: object, out: Tensor) -> bool:
     return isinstance(x, Tensor) and torch.equal(x.flatten(), out.flatten())
-
-
-def by_name(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments with all but the first by name, however they were passed."""
-    if len(args) < 2 or isinstance(module, torch.jit.ScriptModule):  # which has no signature
-        return args, kwargs
-    parameters = inspect.signature(module.forward).parameters.values()
-    names = [p.name for p in parameters if p.kind <= p.POSITIONAL_OR_KEYWORD]
-    if len(names) < len(args):
-        return args, kwargs
-    return args[:1], {**dict(zip(names[1:], args[1:], strict=False)), **kwargs}
