@@ -626,32 +626,32 @@ def _by_place(ds: xr.Dataset, by: str, chosen: Names, reduce: str | float, value
 
 COMMANDS = {"latex": "cite", "natbib": "citep"}
 """Commands of LaTeX that cite, by format."""
+WITHIN = {"latex": "cite", "natbib": "citealp"}
+"""The same in parentheses that say more."""
 PARAGRAPH_FORMATS = (*COMMANDS, "text")
 CITATION_FORMATS = ("bib", *PARAGRAPH_FORMATS)
-EXTRA_SOURCES = {
-    "baek2026numerical": """@inproceedings{baek2026numerical,
-  title     = {Numerical Fragility in Transformers: A Layer-wise Theory for Explaining, Forecasting,
-               and Mitigating Instability},
-  author    = {Baek, Jinwoo},
-  booktitle = {International Conference on Artificial Intelligence and Statistics (AISTATS)},
-  year      = {2026},
-  note      = {arXiv:2510.21770}
-}"""
-}
+
+_OTHERS = Path(__file__).with_name("sources.bib").read_text(encoding="utf-8").strip().split("\n\n")
+EXTRA_SOURCES = {one.partition("{")[2].partition(",")[0]: one for one in _OTHERS}
 """BibTeX entries of what no bound, but an extra, comes from, by key."""
 
 
 def citation_keys(ds: xr.Dataset) -> list[str]:
-    """BibTeX keys of every source of a run's bounds and condition numbers, and of lipbound."""
+    """BibTeX keys of every source of a run's bounds and extras, and of lipbound."""
     # from the registry: a run's own key could be any text, without an entry
     known = [get(name).citation for name in schema.bounds_there(ds)]
-    known += EXTRA_SOURCES if any(name in ds for name in schema.CONDITIONING) else []
-    return list(dict.fromkeys([*known, CITATION]))
+    return list(dict.fromkeys([*known, *_extra_keys(ds), CITATION]))
+
+
+def _extra_keys(ds: xr.Dataset) -> list[str]:
+    """BibTeX keys of every source of a run's extras."""
+    said = " ".join(ds[name].attrs.get("source", "") for name in statistics.extras(ds))
+    return [key for key in bibliography() | EXTRA_SOURCES if _cited(key)[1:-1] in said]
 
 
 @takes_run
 def bibtex(ds: xr.Dataset) -> str:
-    """BibTeX entries of every source of a run's bounds and condition numbers, and of lipbound."""
+    """BibTeX entries of every source of a run's bounds and extras, and of lipbound."""
     entries = bibliography() | EXTRA_SOURCES
     return "\n\n".join(entries[key] for key in citation_keys(ds)) + "\n"
 
@@ -708,6 +708,8 @@ def methods(
     text = typeset(text)
     for key in citation_keys(ds):
         text = text.replace(_cited(key), f"\\{COMMANDS[format]}{{{key}}}")
+    for key in _extra_keys(ds):  # in parentheses with more
+        text = text.replace(_cited(key)[1:-1], f"\\{WITHIN[format]}{{{key}}}")
     return text
 
 
@@ -770,9 +772,10 @@ def _environment(run: Mapping[str, Any]) -> str:
 
 
 def _cited(key: str) -> str:
-    """A source in running text: its first author and year."""
+    """A source in running text: its authors, or the first of more than two, and year."""
     entry = (bibliography() | EXTRA_SOURCES)[key]
-    author = re.search(r"author\s*=\s*\{+([^,}]+)(.*)", entry)
+    authors = re.search(r"author\s*=\s*\{+(.*?)\}+,\n", entry, re.DOTALL)
     year = re.search(r"year\s*=\s*\{?(\d{4})", entry)
-    first = author[1].strip() + " et al." * (author[2].count(" and ") > 1) if author else key
+    names = [one.split(",")[0].strip() for one in (authors[1] if authors else key).split(" and ")]
+    first = f"{names[0]} et al." if len(names) > 2 else " and ".join(names)
     return f"({first} {year[1] if year else ''})"

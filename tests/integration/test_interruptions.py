@@ -132,16 +132,11 @@ def goes_on(start, out, expected):
     return check
 
 
-def hears():
-    """Take SIGINT as a terminal's command does: a shell's background jobs, such as these tests may
-    run in, ignore it."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 def python(*words):
     """A process that imports everything itself."""
-    command = [sys.executable, *map(str, words)]
-    pipe = subprocess.PIPE
+    command, pipe = [sys.executable, *map(str, words)], subprocess.PIPE
+    # as a terminal's: a shell's background jobs, such as these tests may run in, ignore it
+    hears = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, preexec_fn=hears)
 
 
