@@ -394,9 +394,8 @@ def _read_gguf(file: Path, stamp: tuple[int, int], words: bool) -> Any:
             return self.last
 
         def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
-            known = GGUFValueType(raw_type)  # of what the last string names
-            told = known == GGUFValueType.ARRAY and bytes(self.last[1]).startswith(b"tokenizer.")
-            if words or not told:
+            form, name = GGUFValueType(raw_type), bytes(self.last[1])  # the field's, just read
+            if words or form != GGUFValueType.ARRAY or not name.startswith(b"tokenizer."):
                 return super()._get_field_parts(orig_offs, raw_type)
             kind = GGUFValueType(self._get(orig_offs, np.uint32)[0])
             count, end = int(self._get(orig_offs + 4, np.uint64)[0]), orig_offs + 12
@@ -407,7 +406,7 @@ def _read_gguf(file: Path, stamp: tuple[int, int], words: bool) -> Any:
             else:
                 every = self._get(end, self.gguf_scalar_to_np[kind], count)
                 end += every.nbytes
-            return end - orig_offs, [every[:1]], [0] * count, [known, kind]
+            return end - orig_offs, [every[:1]], [0] * count, [form, kind]
 
     before = f"{file} is cut off, damaged or no GGUF file of a known version ("
     with explained(CheckpointError, before, "); fetch it again"):
