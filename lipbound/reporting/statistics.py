@@ -175,7 +175,7 @@ AUDITED = ("compared", "sound", "violations")
 EXTRA_WIDTHS = dict.fromkeys(schema.EXTRAS.values(), 2e-6) | {schema.EXTRAS["condition"]: 0.04}
 """Relative widths to which the extras of runs are known."""
 MOST = {"row_norm": 0.5, "qk_clip": 1.0}
-"""Values that extras cannot exceed, and to be told from what is near: no clip is no clip."""
+"""Values that extras cannot exceed; one that is exactly there is told as that, without a width."""
 OFF_SCALE = 4.0
 """Decades by which a panel's median may exceed every other panel's before it leaves the shared
 scale."""
