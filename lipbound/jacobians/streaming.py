@@ -3,6 +3,7 @@
 P is formed for some rows, and the keys they see, at a time.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ SCORE_BYTES = 20
 """Bytes for one entry of P while it is computed in float64, and in the products."""
 LONG = 1024
 """Tokens from which P is formed in blocks where a mask allows at most `FEW` of its entries."""
+REACH = 100.0
+"""Largest score, by lengths of queries and keys, up to which those of a float32 search are float32."""
 FEW = 0.6
 """Largest share of allowed entries at which blocks are faster than all of P."""
 
@@ -109,7 +112,8 @@ class StreamedHeadJacobian(HeadOperator):
     Scores are formed only for the keys that a block of rows sees, so that time goes with the
     entries that the mask allows; where these fit, as in a sliding window, P is kept between
     products. Scores are float64, as for `Attention.p`, so the numbers are those of `HeadJacobian`
-    up to the order of summation. Products take about twice as long where P is not kept. Not
+    up to the order of summation; in a copy in float32, for a search, scores of at most `REACH` are
+    float32. Products take about twice as long where P is not kept. Not
     differentiable.
     """
 
@@ -127,7 +131,9 @@ class StreamedHeadJacobian(HeadOperator):
     kept: PerEntry[Kept | None]
     """All of P that is not zero, where it fits."""
     shifted: bool
-    """True if scores come out as logarithms of P, by one more coordinate of queries and keys."""
+    """True if scores come out as logarithms of P, in float32, by one more coordinate of queries and
+    keys."""
+    coarse: float
 
     def __init__(self, att: Attention):
         self._set(att)
@@ -136,7 +142,7 @@ class StreamedHeadJacobian(HeadOperator):
         self.top = torch.zeros(self.batch, att.tokens, 1, dtype=torch.float64, device=self.device)
         self.total = torch.ones_like(self.top)
         self.o, self.blocks, self.kept = torch.zeros_like(self.v), _blocks(att), None
-        self.shifted = False
+        self.shifted, self.coarse = False, 1.0
         needed = self.blocks.size * SCORE_BYTES * (1 if att.cap is None else 2)
         fits = needed <= whole_bytes(self.device) and not BY_ROWS.get()
         found = [self._first_pass(b, fits) for b in range(self.batch)]
@@ -173,12 +179,12 @@ class StreamedHeadJacobian(HeadOperator):
         return torch.addmm(q.new_empty(1), q, k.mT, beta=0, alpha=scale)
 
     def _scores(self, b: int, rows: slice, keys: slice) -> Tensor:
-        """Masked float64 scores of some queries of an entry, (rows, keys)."""
+        """Masked scores of some queries of an entry, (rows, keys), float64 unless `shifted`."""
         s, h = divmod(int(self.entry[b]), self.layer.heads)
         scores = self.layer.capped(self._scaled(b, rows, keys))
         mask = self.layer.mask_part(s, h, rows, keys)
         if mask is not None:
-            scores = add_mask(scores, mask)
+            scores = add_mask(scores, mask.to(scores.dtype))
         if (valid := self.layer.valid) is not None:
             absent = ~(valid[s, keys] & valid[s, rows, None])
             scores = scores.masked_fill(absent, -torch.inf)
@@ -215,16 +221,20 @@ class StreamedHeadJacobian(HeadOperator):
 
     def to(self, dtype: torch.dtype) -> Self:
         # scores stay in float64, and masks as they are
-        names = ("layer", "wide_q", "wide_k", "top", "total", "shifted")
-        kept = {name: getattr(self, name) for name in names}
-        if dtype == torch.float32 and not (self.kept or self.layer.cap or self.shifted):
-            # for a search: what proofs count are scores less the largest, divided by sums
-            off = self.top + self.total.log()
-            q = torch.cat([self.layer.scale * self.wide_q, -off], -1)
-            k = torch.cat([self.wide_k, torch.ones_like(off)], -1)
-            kept |= {"wide_q": q, "wide_k": k, "shifted": True}
+        kept = {name: getattr(self, name) for name in ("layer", "wide_q", "wide_k", "top", "total")}
         bare = self._with(**dict.fromkeys(kept))
-        return super(StreamedHeadJacobian, bare).to(dtype)._with(**kept)
+        other = super(StreamedHeadJacobian, bare).to(dtype)._with(**kept)
+        if dtype != torch.float32 or self.kept or self.layer.cap or self.shifted:
+            return other
+        # for a search: what proofs count are scores less the largest, divided by sums
+        off, q = self.top + self.total.log(), self.layer.scale * self.wide_q
+        longest = (torch.linalg.vector_norm(t, dim=-1).amax() for t in (q, self.wide_k))
+        reach = float(math.prod(longest) + off.abs().amax())
+        if not reach <= REACH:
+            return other
+        other.shifted, other.coarse = True, 1 + reach
+        q, k = torch.cat([q, -off], -1), torch.cat([self.wide_k, torch.ones_like(off)], -1)
+        return other._with(wide_q=q.to(dtype), wide_k=k.to(dtype))
 
     def column_sums(self) -> Tensor:
         out = self.o.new_zeros(self.batch, self.layer.tokens)

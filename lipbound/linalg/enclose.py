@@ -248,7 +248,8 @@ def _blur(problem: Problem, off: Tensor, low: Tensor) -> Tensor:
     looked at, too, in which a difference of one direction alone shows as one part of
     :math:`n^{1/2}`.
     """
-    size, unit = problem.roundoff.size, torch.finfo(problem.search.dtype).eps
+    size, search = problem.roundoff.size, problem.search
+    unit = search.coarse * torch.finfo(search.dtype).eps
     unsure = (~(_ADDED * unit * size <= problem.tol * low) | (size == 0)).nonzero()[:, 0]
     if len(unsure):
         part = problem.select(unsure)

@@ -64,6 +64,8 @@ class JacobianOperator(ABC):
     device: torch.device
     squared: bool = False
     """True if `gram` multiplies by squares of factors, and rounds as these do."""
+    coarse: float = 1.0
+    """How far what products are made of may be off, in units of the last digit."""
 
     def graphable(self) -> bool:
         """Return whether Lanczos' steps are launched as a graph: small products that only read.
