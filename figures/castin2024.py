@@ -10,7 +10,7 @@ import pandas as pd
 import torch
 import xarray as xr
 from matplotlib.figure import Figure
-from paper_figure import PaperFigure, Setting, main, of, plain_ticks, sheet
+from paper_figure import PALETTE, PaperFigure, Setting, colours, main, of, plain_ticks, sheet
 from torch import Tensor
 
 from lipbound.analysis import adversarial_inputs, mean_field
@@ -22,9 +22,6 @@ from lipbound.jacobians.head import HeadJacobian
 from lipbound.linalg.operator_norm import operator_norm
 
 PAPER = "Castin, Ablin, Peyré 2024"
-COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb")
-
-
 PANELS = (
     ("layer_exact", "layer_bound", "whole layers, text", 1 / 4),
     ("head_exact", "head_bound", "heads, text", 1 / 4),
@@ -73,6 +70,7 @@ class Growth(PaperFigure):
         Points of whole layers, geometric means of heads, adversarial inputs with their bounds.
         """
         modes, n = ds["mode"].values.tolist(), ds["length"].values
+        palette = colours(ds.sizes["layer"])
         with sheet(len(modes), 3, height=2.3, sharex=True) as (figure, axes):
             panels = itertools.product(modes, PANELS)
             for panel, (mode, (name, bound, title, power)) in zip(axes, panels, strict=True):
@@ -81,7 +79,7 @@ class Growth(PaperFigure):
                 if name.startswith("adversarial"):  # of the first text
                     exact, above = exact.isel(text=0), above.isel(text=0)
                 for i, layer in enumerate(ds["layer"].values):
-                    one, colour = exact.isel(layer=i), COLOURS[i % len(COLOURS)]
+                    one, colour = exact.isel(layer=i), palette[i]
                     if name == "layer_exact":
                         cloud = one.stack(point=("text", "sequence")).transpose("length", "point")
                         panel.plot(n, cloud, ".", markersize=1.8, alpha=0.5, color=colour)
@@ -174,7 +172,7 @@ class Magnitude(Growth):
         """Mean token length against N, a line for each layer."""
         mean = _magnitude(ds).transpose("length", "layer")
         with sheet(1, 1, width=3.45) as (figure, (axes,)):
-            axes.set_prop_cycle(color=COLOURS)
+            axes.set_prop_cycle(color=colours(mean.sizes["layer"]))
             labels = [f"layer {layer}" for layer in ds["layer"].values]
             axes.plot(ds["length"], mean, linewidth=0.9, label=labels)
             axes.set(xlabel="tokens N", ylabel="mean length of tokens", ylim=(0, None))
@@ -213,7 +211,7 @@ class Scaling(PaperFigure):
 
     def draw(self, ds: xr.Dataset) -> Figure:
         """Points per head; tokens against the ellipsoid of the normalisation before the layer."""
-        layer, blue, red = ds["layer"], COLOURS[0], COLOURS[1]
+        layer, blue, red = ds["layer"], PALETTE[0], PALETTE[1]
         with sheet(1, 3) as (figure, (left, middle, right)):
             for axes, name, label in (
                 (left, "scaling", r"$\gamma R^2$"),
@@ -312,7 +310,7 @@ class Radius(PaperFigure):
         floor = ds["radius"] ** 2 * slope * float(ds["rate"].min())
         with sheet(1, 3) as (figure, (left, middle, right)):
             for axes in (left, middle):
-                axes.set_prop_cycle(color=COLOURS)
+                axes.set_prop_cycle(color=PALETTE)
             left.loglog(ds["radius"], ds["quadratic"], linewidth=0.8)
             left.loglog(ds["radius"], floor, "k:", linewidth=0.8, label="$R^2$")
             left.set(xlabel="R", ylabel="local Lipschitz constant", title="tokens at 0, Ru and -Ru")
@@ -321,7 +319,7 @@ class Radius(PaperFigure):
             middle.set(xlabel="$R^2$ x smallest gap", ylabel="over the limit of Theorem 3.7")
             middle.set(title="generic tokens", yscale="log")
             x, predicted = ds["scaling"], ds["dirac_predicted"]
-            right.semilogy(x, ds["dirac"], "o", markersize=2.5, color=COLOURS[0], label="measured")
+            right.semilogy(x, ds["dirac"], "o", markersize=2.5, color=PALETTE[0], label="measured")
             right.semilogy(x, predicted, "k-", linewidth=0.7, label="predicted")
             right.set(xlabel=r"$\gamma R^2$", ylabel="mean-field local constant")
             right.set(title="two Diracs")

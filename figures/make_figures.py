@@ -2,10 +2,10 @@
 
 Runs are kept in figures/runs (not in git) and computed where they are missing: heatmaps of each
 builtin checkpoint, bounds over balls, and the figures of `castin2024`, `yudin2025` and `ours2026`
-on builtin:minilm. Each is a PDF, a PNG and its caption. ``--text`` gives texts to the figures that
-the paper made of text (``--text alice.txt --text ag_news.csv --column 2 --sequences 10``);
-without it they take the text that comes with
-lipbound.
+on builtin:minilm; those of networks trained with penalties show what benchmarks/jasmin measured.
+Each is a PDF, a PNG and its caption. ``--text`` gives texts to the figures that the paper made of
+text (``--text alice.txt --text ag_news.csv --column 2 --sequences 10``); without it they take the
+text that comes with lipbound.
 """
 
 import argparse

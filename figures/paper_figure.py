@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
@@ -207,6 +208,9 @@ def check_same(path: Path, ds: xr.Dataset, setting: Setting) -> None:
         tell(f"{path} is drawn as it is: {said}")
 
 
+PALETTE = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb")
+"""Colours that are told apart without an order."""
+
 FIGURES: dict[str, PaperFigure] = {}
 """PaperFigures by name, in the order of their papers' files."""
 
@@ -255,6 +259,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
             )
     except LipboundError as error:
         sys.exit(f"error: {error}")
+
+
+def colours(count: int) -> list[Any]:
+    """Colours of so many lines, no two alike.
+
+    A palette for seven lines and fewer, as they have no order; above, a sequential map from the
+    first line to the last.
+    """
+    if count <= len(PALETTE):
+        return list(PALETTE[:count])
+    return list(matplotlib.colormaps["viridis"](np.linspace(0, 0.95, count)))
 
 
 def plain_ticks(axis: Axis) -> None:

@@ -4,13 +4,17 @@
 """
 
 import itertools
+import textwrap
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import jasmin_study as study
 import numpy as np
 import torch
 import xarray as xr
 from matplotlib.figure import Figure
-from paper_figure import PaperFigure, Setting, main, of, sheet
+from paper_figure import PaperFigure, Setting, colours, main, of, sheet
 from singular_values import interlacing, singular_value
 from torch import Tensor
 
@@ -18,6 +22,7 @@ from lipbound.analysis import tabled
 from lipbound.attention import softmax
 from lipbound.attention.layer import Attention
 from lipbound.errors import InputsError
+from lipbound.formatting import replacing
 from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.reporting import plots
 from lipbound.runs.compare import compare
@@ -170,6 +175,219 @@ class BoundsOnSoftmax(AttentionMaps):
             f"rows, the largest probability in {share['largest']:.1%} and the constant 1/2 in "
             f"{share['half']:.1%}. (The older constant 1 is twice that one.)"
         )
+
+
+class NetworkConstants(PaperFigure):
+    """Distribution of the network's local constant, without and with penalties."""
+
+    name, cost = "yudin-4", "1 s"
+    source = f"{PAPER}, Figure 4, there on CIFAR-100"
+    of_model = False
+
+    def compute(self, setting: Setting) -> xr.Dataset:
+        """What was measured in benchmarks/jasmin/small."""
+        return study.ours("small").assign_attrs(provenance(setting))
+
+    def draw(self, ds: xr.Dataset) -> Figure:
+        """Cumulative distributions over images and seeds."""
+        penalised = [method for method in study.methods(ds) if method != "baseline"]
+        looks = dict(zip(penalised, colours(len(penalised)), strict=True)) | {"baseline": "black"}
+        styles = {"JaSMin": "-", "Specformer": "--", "baseline": "-"}
+        with sheet(1, 1, width=3.45, height=3.0) as (figure, (axes,)):
+            for method in study.methods(ds):
+                values = of_method(ds["network_norm"], method).values.ravel()
+                style = styles.get(method.split()[0], "-.")
+                width = 1.4 if method == "baseline" else 0.9
+                axes.ecdf(values, label=method, color=looks[method], ls=style, linewidth=width)
+            ends = ds["network_norm"].quantile([0.002, 0.995])
+            axes.set(xlim=ends, ylim=(0, 1), ylabel="share of images")
+            axes.set_xlabel("local Lipschitz constant, embeddings to logits")
+            figure.legend(loc="outside lower center", ncols=2)
+        return figure
+
+    def caption(self, ds: xr.Dataset) -> str:
+        """What was trained, and each method's median beside the baseline's."""
+        medians = study.averaged(ds)[0][study.NETWORK]
+        change = 100 * (medians / medians.get("baseline", np.nan) - 1)
+        told = [
+            f"{value:.2f} for {method}"
+            + (
+                ""
+                if method == "baseline" or np.isnan(change[method])
+                else f" ({change[method]:+.1f} %)"
+            )
+            for method, value in medians.items()
+        ]
+        return (
+            f"{study.trained(ds)} Share of the first {ds.sizes['image']:,} test images, for all "
+            "seeds together, at which the exact spectral norm of the Jacobian of the whole "
+            "network, from embeddings to logits, is at most the number below. The median over "
+            f"images, averaged over seeds, is {'; '.join(told)}. The axis leaves out the lowest "
+            "0.2 % and the highest 0.5 %."
+        )
+
+
+class FlatterAttention(NetworkConstants):
+    """Softmax Jacobians and attention by layer and head, without and with penalties."""
+
+    name, run = "yudin-5", NetworkConstants.name
+    source = f"{PAPER}, Figure 5, there on CIFAR-100"
+    quantities = {  # noqa: RUF012
+        "softmax_norm": "norm of the\nsoftmax Jacobian",
+        "largest_probability": "largest probability\nof a query",
+    }
+
+    def draw(self, ds: xr.Dataset) -> Figure:
+        """A row of heatmaps for each quantity, one for each method."""
+        names, heads = study.methods(ds), ds.sizes["head"]
+        starts = [k * (heads + 1) for k in range(len(names))]
+        places = [start + head for start in starts for head in range(0, heads, max(1, heads // 4))]
+        wide = max(7.1, 0.85 * len(names))
+        rows = len(self.quantities)
+        with sheet(rows, 1, height=1.4, width=wide, sharex=True) as (figure, sheets):
+            for axes, (name, label) in zip(sheets, self.quantities.items(), strict=True):
+                grid = np.full((ds.sizes["layer"], starts[-1] + heads), np.nan)
+                for start, method in zip(starts, names, strict=True):
+                    grid[:, start : start + heads] = of_method(ds[name], method).mean("run")
+                image = axes.imshow(grid, cmap=plots.COLORMAP, vmin=0)
+                axes.spines[:].set_visible(False)
+                axes.set(ylabel="layer", xticks=places)
+                figure.colorbar(image, ax=axes, label=label)
+            for start, method in zip(starts, names, strict=True):
+                middle, title = start + (heads - 1) / 2, textwrap.fill(method, 14)
+                sheets[0].text(middle, -0.8, title, ha="center", va="bottom", fontsize=6)
+            sheets[-1].set(xlabel="head", xticklabels=[place % (heads + 1) for place in places])
+        return figure
+
+    def caption(self, ds: xr.Dataset) -> str:
+        """What was trained, and the mean over heads of each method."""
+        told = []
+        for method in study.methods(ds):
+            norm, top = (float(of_method(ds[name], method).mean()) for name in self.quantities)
+            told.append(f"{method} {norm:.3f} and {top:.3f}")
+        images = min(study.IMAGES_OF_HEADS, ds.sizes["image"])
+        return (
+            f"{study.trained(ds)} Above: the spectral norm of the softmax Jacobian; below: the "
+            "largest probability that a query gives to a key; both averaged over queries, the "
+            f"first {images} test images and seeds. Their means over all heads: {'; '.join(told)}. "
+            "(The paper's figure is by layer and head too; its text does not say of what, but that "
+            "JaSMin flattens attention.)"
+        )
+
+
+class AccuracyTables(PaperFigure):
+    """Accuracy under attack, without and with penalties."""
+
+    name, cost = "yudin-tables", "1 s"
+    source = f"{PAPER}, Tables 1 to 4"
+    of_model = False
+    studies = {  # noqa: RUF012
+        "small": "Methods side by side (Tables 1 and 2)",
+        "search": "Search for strengths (Tables 3 and 4)",
+    }
+
+    def compute(self, setting: Setting) -> xr.Dataset:
+        """What was measured in benchmarks/jasmin/small and search."""
+        parts = {name: study.ours(name) for name in self.studies}
+        kept = [
+            part[["accuracy", "network_constant", "head_constant"]].assign_coords(
+                study=("run", np.full(part.sizes["run"], name, dtype=object))
+            )
+            for name, part in parts.items()
+        ]
+        ds = xr.concat(kept, "run", combine_attrs="drop")
+        studies = {name: part.attrs for name, part in parts.items()}
+        return ds.assign_attrs(provenance(setting) | studies)
+
+    def parts(self, ds: xr.Dataset) -> dict[str, xr.Dataset]:
+        """Each study of the Dataset."""
+        return {
+            name: ds.isel(run=ds["study"].values == name).drop_attrs().assign_attrs(ds.attrs[name])
+            for name in self.studies
+        }
+
+    def draw(self, ds: xr.Dataset) -> Figure:
+        """A table for each study, the highest accuracy of each column in bold."""
+        parts = self.parts(ds)
+        rows = [len(study.methods(part)) + 3 for part in parts.values()]
+        size = {"height": 0.085 * sum(rows), "height_ratios": rows}
+        with sheet(len(parts), 1, **size) as (figure, sheets):
+            for axes, (name, part) in zip(sheets, parts.items(), strict=True):
+                text, mean = study.cells(part), study.averaged(part)[0]
+                axes.axis("off")
+                axes.set_title(self.studies[name], loc="left", fontsize=7)
+                table = axes.table(
+                    text.values.tolist(),
+                    rowLabels=text.index.tolist(),
+                    colLabels=[heading(column) for column in text],
+                    colWidths=[0.06, *[0.12] * (text.shape[1] - 1)],
+                    cellLoc="center",
+                    bbox=(0.18, 0, 0.82, 1),
+                    edges="horizontal",
+                )
+                table.set_in_layout(False)  # it is in its axes
+                table.auto_set_font_size(False)
+                table.set_fontsize(6)
+                for (row, _), cell in table.get_celld().items():
+                    cell.set_linewidth(0.3)
+                    cell.set_height(1 if row else 1.6)
+                for k, column in enumerate(text):
+                    if column in ds["attack"].values:
+                        for i in np.flatnonzero(np.isclose(mean[column], mean[column].max())):
+                            table[int(i) + 1, k].set_text_props(weight="bold")
+        return figure
+
+    def caption(self, ds: xr.Dataset) -> str:
+        """What was trained, over how many images an accuracy is, and how much of it is chance."""
+        sentences = []
+        for name, part in self.parts(ds).items():
+            count = part.attrs["config"]["evaluate"]
+            base = study.averaged(part)[0].loc["baseline"]
+            shares = {"pgd-2": count["attacks"], "autoattack-2": count["autoattack"]}
+            chance = [f"{np.sqrt(base[a] * (100 - base[a]) / n):.1f}" for a, n in shares.items()]
+            sentences.append(
+                f"{self.studies[name]}: {study.trained(part)} Accuracy in percent on the first "
+                f"{count['clean']:,} test images (clean), {count['attacks']} (FGSM, PGD) and "
+                f"{count['autoattack']} (AutoAttack, AA); from so few the baseline's has, with one "
+                f"seed, a standard error of {chance[0]} points under PGD 2 and {chance[1]} under "
+                f"AA 2. The constant of the network is the median over the first {count['norms']}."
+            )
+        return (
+            f"{' '.join(sentences)} CIFAR-100 (Tables 1 and 3) and the paper's own grid of "
+            "strengths were not run. Numbers behind attacks are budgets in 1/255, in the maximum "
+            f"norm; {study.STEPS}. Mean and standard deviation over seeds, the highest accuracy of "
+            "a column in bold. Constants are exact: of the network from embeddings to logits, of "
+            f"heads the geometric mean, over the first {study.IMAGES_OF_HEADS} images."
+        )
+
+    def render(self, ds: xr.Dataset, folder: Path) -> None:
+        """The tables as text below the caption, too."""
+        super().render(ds, folder)
+        path = folder / f"{self.name}.txt"
+        lines = [path.read_text(encoding="utf-8")]
+        for name, part in self.parts(ds).items():
+            lines += [f"{self.studies[name]}\n", f"{study.cells(part).to_string()}\n"]
+        with replacing(path) as (target,):
+            target.write_text("\n".join(lines), encoding="utf-8")
+
+
+def of_method(values: xr.DataArray, method: str) -> xr.DataArray:
+    """The runs of one method."""
+    return values.isel(run=values["method"].values == method)
+
+
+def provenance(setting: Setting) -> dict[str, Any]:
+    """What a Dataset of studied networks says of itself: nothing here was measured anew."""
+    said = setting.attributes()
+    return {name: said[name] for name in ("lipbound", "versions", "date", "command")}
+
+
+def heading(column: str) -> str:
+    """A column of the tables as the paper calls it, in two lines where it is long."""
+    attack, _, budget = column.partition("-")
+    if not budget:
+        return "\n".join(column.rsplit(" ", 1))
+    return f"{'AA' if attack == 'autoattack' else attack.upper()} {budget}"
 
 
 class Heatmaps(PaperFigure):

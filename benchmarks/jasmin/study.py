@@ -8,9 +8,9 @@ Fine-tunes a checkpoint once for every method and seed of the configuration, wit
 Yudin et al. 2025 (SGD with momentum 0.9, weight decay 1e-4, cosine schedule, flips, CutMix and
 MixUp), and measures each result. Results are kept as they come (OUT/results.jsonl); what is there
 is not computed again. Writes a table with mean and standard deviation over seeds, the distribution
-of the network's local constant (Figure 4 of the paper) and attention statistics by layer and head
-(Figure 5). ``--keep`` writes every network to OUT/networks, as float16 checkpoints that
-``lipbound compare`` reads.
+of the network's local constant (yudin-4, Figure 4 of the paper) and attention statistics by layer
+and head (yudin-5, Figure 5), which figures/yudin2025.py draws. ``--keep`` writes every network to
+OUT/networks, as float16 checkpoints that ``lipbound compare`` reads.
 
 search.yaml looks for strengths, small.yaml compares methods at those found; both are for two CPU
 cores. cifar10.yaml and cifar100.yaml have the paper's grid for a ViT-B. ``--only METHOD`` and
@@ -21,15 +21,14 @@ without them draws and tabulates everything.
 import argparse
 import json
 import sys
-import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 import torch
+import xarray as xr
 import yaml
 from robustness import ATTACKS, robust_accuracy
 from torch import Tensor, nn
@@ -44,7 +43,11 @@ from lipbound.models.training import attention_layers, attention_probabilities
 from lipbound.regularizers import ExactNorm, JaSMin, SoundPenalty, Specformer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "figures"))
+import yudin2025  # noqa: F401  (importing a paper's file registers its figures)
 from common import save
+from jasmin_study import IMAGES_OF_HEADS, cells, studied
+from paper_figure import FIGURES
 from train_vit import pixels
 
 MEAN = STD = (0.5, 0.5, 0.5)
@@ -192,7 +195,7 @@ def measure(
     found["clean"] = 100 * right / min(count["clean"], len(labels))
     inputs = {"pixel_values": (images[: count["norms"]].float().div(255).to(device) - 0.5) / 0.5}
     found["network_norm"] = network_norm(model, inputs).lower.tolist()
-    few = {"pixel_values": inputs["pixel_values"][:32]}
+    few = {"pixel_values": inputs["pixel_values"][:IMAGES_OF_HEADS]}
     with torch.no_grad(), attention_probabilities(model) as attentions:
         model(**few)
     found["head_norm"] = [
@@ -206,65 +209,13 @@ def measure(
     return found
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def table(ds: xr.Dataset) -> str:
     """Mean and standard deviation over seeds, one line per method, as Markdown."""
-    columns = [*ATTACKS, "median network constant", "mean head constant"]
-    lines = ["| method | seeds | " + " | ".join(columns) + " |", "|---" * (len(columns) + 2) + "|"]
-    for method in dict.fromkeys(row["method"] for row in rows):
-        mine = [row for row in rows if row["method"] == method]
-        values = {name: np.array([row[name] for row in mine]) for name in ATTACKS}
-        values["median network constant"] = np.array(
-            [np.median(row["network_norm"]) for row in mine]
-        )
-        values["mean head constant"] = np.array(
-            [np.exp(np.mean(np.log(row["head_norm"]))) for row in mine]
-        )
-        cells = [
-            f"{v.mean():.3g} ± {v.std(ddof=1):.2g}" if len(v) > 1 else f"{v.mean():.3g}"
-            for v in values.values()
-        ]
-        lines.append(f"| {method} | {len(mine)} | " + " | ".join(cells) + " |")
+    found = cells(ds)
+    columns = ["method", *found]
+    lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+    lines += ["| " + " | ".join(map(str, row)) + " |" for row in found.itertuples(name=None)]
     return "\n".join(lines)
-
-
-def draw(rows: list[dict[str, Any]], out: Path) -> None:
-    """Distributions of the network's local constant, and mean softmax norms by layer and head."""
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    methods = list(dict.fromkeys(row["method"] for row in rows))
-    fig, ax = plt.subplots(figsize=(6.5, 3.2), constrained_layout=True)
-    for method in methods:
-        values = np.concatenate([row["network_norm"] for row in rows if row["method"] == method])
-        ax.ecdf(
-            values,
-            label=method,
-            lw=2 if method == "baseline" else 1,
-            color="black" if method == "baseline" else None,
-        )
-    ax.set(
-        xscale="log",
-        xlabel="exact local Lipschitz constant, embeddings to logits",
-        ylabel="share of images x seeds",
-    )
-    ax.set_xticks([3, 4, 5, 6, 8, 10], ["3", "4", "5", "6", "8", "10"], minor=False)
-    ax.set_xticks([], minor=True)
-    ax.legend(fontsize=6)
-    fig.savefig(out / "network_constant.png", dpi=160)
-    fig, axes = plt.subplots(
-        1, len(methods), figsize=(1.6 * len(methods), 2.8), constrained_layout=True, squeeze=False
-    )
-    grids = [
-        np.mean([row["softmax_norm"] for row in rows if row["method"] == method], 0)
-        for method in methods
-    ]
-    for ax, method, grid in zip(axes[0], methods, grids, strict=True):
-        image = ax.imshow(grid, cmap="cividis", vmin=0, vmax=max(g.max() for g in grids))
-        ax.set_title(textwrap.fill(method, 16), fontsize=7)
-        ax.set(xlabel="head")
-    axes[0][0].set_ylabel("layer")
-    fig.colorbar(image, ax=axes, label="mean softmax norm", shrink=0.8)
-    fig.savefig(out / "softmax_norm.png", dpi=160)
 
 
 def results(store: Path) -> list[dict[str, Any]]:
@@ -339,10 +290,11 @@ def main() -> None:
                 + f", constant {np.median(row['network_norm']):.2f}",
                 flush=True,
             )
-    rows = results(store)
-    (args.out / "table.md").write_text(table(rows) + "\n")
-    draw(rows, args.out)
-    print(table(rows))
+    ds = studied(store, config, args.data)
+    (args.out / "table.md").write_text(table(ds) + "\n")
+    for name in ("yudin-4", "yudin-5"):
+        FIGURES[name].render(ds, args.out)
+    print(table(ds))
 
 
 if __name__ == "__main__":
