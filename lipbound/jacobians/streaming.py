@@ -28,7 +28,7 @@ SCORE_BYTES = 20
 LONG = 1024
 """Tokens from which P is formed in blocks where a mask allows at most `FEW` of its entries."""
 REACH = 100.0
-"""Largest score, by lengths of queries and keys, up to which those of a float32 search are float32."""
+"""Largest score, by lengths of queries and keys, at which scores of a search are float32."""
 FEW = 0.6
 """Largest share of allowed entries at which blocks are faster than all of P."""
 
@@ -113,8 +113,7 @@ class StreamedHeadJacobian(HeadOperator):
     entries that the mask allows; where these fit, as in a sliding window, P is kept between
     products. Scores are float64, as for `Attention.p`, so the numbers are those of `HeadJacobian`
     up to the order of summation; in a copy in float32, for a search, scores of at most `REACH` are
-    float32. Products take about twice as long where P is not kept. Not
-    differentiable.
+    float32. Products take about twice as long where P is not kept. Not differentiable.
     """
 
     layer: Attention
