@@ -18,7 +18,7 @@ from lipbound.runs import store
 GROWTH = ("castin-1", "castin-6")
 """Run at fewer lengths by `test_growth_figure`."""
 SLOW = "three-norms token-profile mass-splitting yudin-2 yudin-multihead castin-2 castin-3 yudin-3"
-SLOW = {*SLOW.split(), "which-map", "yudin-6", "yudin-theorem-4"}
+SLOW = {*SLOW.split(), "which-map", "yudin-5", "yudin-6", "yudin-tables", "yudin-theorem-4"}
 QUICK = [name for name in FIGURES if name not in {*SLOW, *GROWTH}]
 
 
