@@ -171,7 +171,10 @@ class StreamedHeadJacobian(HeadOperator):
         return found
 
     def _scaled(self, b: int, rows: slice, keys: slice) -> Tensor:
-        """Products scale q k^T for some queries and keys of an entry, (rows, keys), float64."""
+        """Products scale q k^T for some queries and keys of an entry, (rows, keys).
+
+        In float64 unless `shifted`; then less the logarithms of the rows' sums.
+        """
         q, k = self.wide_q[b, rows], self.wide_k[b, keys]
         # nothing is added, and the scale takes no pass of its own
         scale = 1.0 if self.shifted else self.layer.scale
@@ -219,7 +222,7 @@ class StreamedHeadJacobian(HeadOperator):
             yield slice(b, b + 1), blocks
 
     def to(self, dtype: torch.dtype) -> Self:
-        # scores stay in float64, and masks as they are
+        # scores stay in float64, but for some searches, and masks as they are
         kept = {name: getattr(self, name) for name in ("layer", "wide_q", "wide_k", "top", "total")}
         bare = self._with(**dict.fromkeys(kept))
         other = super(StreamedHeadJacobian, bare).to(dtype)._with(**kept)

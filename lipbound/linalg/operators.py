@@ -65,7 +65,7 @@ class JacobianOperator(ABC):
     squared: bool = False
     """True if `gram` multiplies by squares of factors, and rounds as these do."""
     coarse: float = 1.0
-    """How far what products are made of may be off, in units of the last digit."""
+    """Largest relative error of the numbers that products are made of, in units of the dtype's."""
 
     def graphable(self) -> bool:
         """Return whether Lanczos' steps are launched as a graph: small products that only read.

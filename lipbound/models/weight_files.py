@@ -349,7 +349,10 @@ def gguf_read_once(file: Path | None, words: bool = False) -> Iterator[None]:
             from transformers import modeling_gguf_pytorch_utils as reader
 
             names = lru_cache(gguf.get_tensor_name_map)
-            read = lambda path, mode="r": gguf_of(path, words)  # noqa: E731
+
+            def read(path: str, mode: str = "r") -> Any:
+                return gguf_of(path, words)
+
             stack.enter_context(temporarily("GGUFReader", read, gguf))
             stack.enter_context(temporarily("get_tensor_name_map", names, gguf))
             if not os.environ.get(VERBOSE):

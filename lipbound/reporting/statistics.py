@@ -20,7 +20,7 @@ Reduction = str | float
 """One of these, or a quantile in [0, 1]."""
 USUAL: dict[str, Reduction] = {"largest_logit": "max", "batch_logit": "max", "qk_clip": 0.0}
 USUAL |= dict.fromkeys(schema.MEANS, "mean")
-"""How quantities are reduced, by name, of which a geometric mean says nothing."""
+"""Reductions of quantities for which a geometric mean makes no sense, by name."""
 End = int | None
 """An end of enclosures: 0 the lower one, 1 the upper one; None for the values themselves."""
 V = TypeVar("V", xr.DataArray, xr.Variable)

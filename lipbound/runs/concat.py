@@ -11,7 +11,7 @@ import xarray as xr
 from lipbound import schema
 from lipbound.errors import StoreError
 from lipbound.runs.checksums import check_whole, sealed
-from lipbound.runs.store import run_of, samples_of, unlike
+from lipbound.runs.store import run_of, sample_identities, unlike
 
 
 def concat(runs: Iterable[object]) -> xr.Dataset:
@@ -101,7 +101,7 @@ def _table(parts: list[xr.Dataset]) -> list[tuple[str, int]]:
     """
     runs, exact = Counter[Any](), dict[tuple[str, int], bool]()
     for part in parts:
-        keys = samples_of(part)
+        keys = sample_identities(part)
         for key, known in zip(keys, schema.with_exact(part).values.tolist(), strict=True):
             if exact.setdefault(key, known) != known:
                 what = f"sample {key[1]} of {part.attrs['data']}"
@@ -129,7 +129,7 @@ def _filled(parts: list[xr.Dataset], samples: list[Any], origins: list[str]) -> 
             part[schema.own(first)]
             .reset_coords([name for name in part.coords if name not in part.dims])
             .assign(numbers)
-            .assign_coords(sample=[row[key] for key in samples_of(part)])
+            .assign_coords(sample=[row[key] for key in sample_identities(part)])
         )
     ds = xr.merge(placed, compat="no_conflicts", join="outer", combine_attrs="override")
     for name in ds.data_vars:  # layers of fewer heads leave places empty

@@ -460,7 +460,7 @@ def check_alike(a: xr.Dataset, b: xr.Dataset) -> list[str]:
     """
     for side, run in zip(schema.SIDES, (a, b), strict=True):
         check_whole(run, f"{side} ({run.attrs['model']})")
-    refuse_inputs(samples_of(a) == samples_of(b), a.attrs["data"], b.attrs["data"])
+    refuse_inputs(sample_identities(a) == sample_identities(b), a.attrs["data"], b.attrs["data"])
     refuse_unlike(*({name: run.attrs[name] for name in schema.ALIKE} for run in (a, b)))
     names = [k for k in (*_SHARED[1:], "kind", "stream") if k in {*a.coords, *b.coords}]
     layouts = [{n: run[n].values.tolist() for n in names if n in run.coords} for run in (a, b)]
@@ -496,7 +496,7 @@ def refuse_inputs(alike: bool, of_a: str, of_b: str) -> None:
         raise StoreError(f"a and b cannot be compared: {what}; measure both on the same")
 
 
-def samples_of(run: xr.Dataset) -> list[tuple[str, int]]:
+def sample_identities(run: xr.Dataset) -> list[tuple[str, int]]:
     """Identities of the samples of a run: the fingerprint of the data, and the number there."""
     if schema.RUN not in run.variables:
         return [(run.attrs["data_fingerprint"], int(sample)) for sample in run["sample"].values]

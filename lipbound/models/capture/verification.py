@@ -104,10 +104,11 @@ def surroundings(att: Attention, runs: Sequence[ModuleRun]) -> ResidualContext:
         return ResidualContext(fed_by)
     out = torch.einsum("shnv,hvo->sno", att.out, att.w_o)
     att.cache.drop("p", "out")
+    size = float(_real(out, att).abs().amax())
     streams = {"post": att.x} | ({} if fed_by is None else {"pre": fed_by.x})
     for residual, stream in streams.items():
         for s in seen:
-            rest, size = _real(s[1] - stream - out, att), float(_real(out, att).abs().amax())
+            rest = _real(s[1] - stream - out, att)
             # the same for every token, as an output bias is; one token shows nothing
             if len(rest) > 1 and float((rest - rest[:1]).abs().amax()) <= RESIDUAL_TOLERANCE * size:
                 after = normaliser(*s) if residual == "post" else None
